@@ -10,15 +10,14 @@ import argparse
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from canzona_compile import __version__
 from canzona_compile.compat.logs import set_up
-from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance import command as acceptance
 from canzona_compile.tools.calibration import command as calibration
+from canzona_compile.tools.output import exit_code
 from canzona_compile.tools.planning import command as planning
 from canzona_compile.tools.profiling import command as profiling
 from canzona_compile.tools.tuning import command as tuning
@@ -88,13 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("canzona_compile").setLevel(logging.WARNING if given.quiet else logging.INFO)
     if os.getcwd() not in sys.path:  # an installed script has its own folder there instead
         sys.path.insert(0, os.getcwd())
-    try:
-        return COMMANDS[given.command].run(given)
-    except CanzonaError as error:
-        print("\n".join([*getattr(error, "__notes__", ()), "", f"error: {error}"]), file=sys.stderr)
-    except Exception:  # Python's own exit code would be 1, which means something else here
-        traceback.print_exc()
-    return 2
+    return exit_code(COMMANDS[given.command].run, given)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-
 from canzona_compile.analysis.step_time import load_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bucket import Bucket
@@ -33,7 +30,9 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.machine.hardware import hardware_of
+from canzona_compile.passes.stagger import ranks_of
 from canzona_compile.report.measured import measured_report
+from canzona_compile.report.page import PageModel
 from canzona_compile.report.prediction import predict
 from canzona_compile.report.run_page import run_page
 from canzona_compile.report.schema import (
@@ -51,7 +50,7 @@ from canzona_compile.report.schema import (
     WireReport,
 )
 from canzona_compile.report.sections import measured_remark
-from canzona_compile.report.terminal import printed, render
+from canzona_compile.report.terminal import Printable
 from canzona_compile.report.units import plural
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
@@ -60,7 +59,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report(Figures, JupyterMixin):
+class Report(Figures, Printable):
     """A plan in figures: print it, also with rich or in a notebook, or hand on its `to_json()`."""
 
     def to_json(self) -> str:
@@ -71,15 +70,8 @@ class Report(Figures, JupyterMixin):
         found: dict[str, Any] = json.loads(self.to_json())
         return found
 
-    def to_text(self, width: int = 80) -> str:
-        """Render the report without colours, `width` columns wide."""
-        return printed(self, width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield render(run_page(self))
-
-    def __str__(self) -> str:
-        return self.to_text()
+    def page(self) -> PageModel:
+        return run_page(self)
 
     def __repr__(self) -> str:
         return f"<{headline(self)}>"
@@ -105,7 +97,6 @@ def make_report(step: Step, facts: Facts) -> Report:
     elements = sum(Box.whole(t.shape).numel for t in shared)
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
     taken = {t.placed for t in step.tasks}
-    work = [load.flops for load in loads]
     prediction = predict(step, hardware_of(step.machine))
     return Report(
         world_size=facts.world_size,
@@ -121,7 +112,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         depth=step.depth,
         collectives_per_step=sum(g.collectives for g in groups),
         wire_bytes_per_element=sent / elements if elements else 0.0,
-        imbalance=max(work) * len(work) / sum(work) if sum(work) else 1.0,
+        imbalance=imbalance(loads),
         predicted_seconds=prediction.seconds,
         templates=tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
         micro_groups=groups,
@@ -201,7 +192,7 @@ def report_task(task: Task, placed: Placed, group: int) -> TaskReport:
         shape=task.shape,
         template=task.placed,
         layout=task.layout.placements,
-        owner=None if task.owner is None else task.layout.grid.ranks[task.owner[0]][task.owner[1]],
+        owner=None if task.owner is None else ranks_of(task)[0],
         micro_group=group,
         strategy=str(task.strategy),
         flops=placed.flops,
@@ -257,32 +248,28 @@ def fragment_sizes(shape: Shape, boxes: tuple[Box, ...]) -> tuple[int, ...]:
 
 def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:
     """Return the load of each rank that is in a grid of two or more ranks, sorted by rank."""
-    flops: dict[int, dict[int, int]] = {}
+    grids = {id(t.layout.grid): t.layout.grid for t in step.tasks if t.layout.grid.size > 1}
+    flops: dict[int, dict[int, int]] = {rank: defaultdict(int) for grid in grids.values() for rank in grid.members()}
     tasks: dict[int, int] = defaultdict(int)
-    grids = {id(t.layout.grid): t.layout.grid for t in step.tasks}
-    for grid in grids.values():
-        for rank in grid.members() if grid.size > 1 else ():
-            flops.setdefault(rank, defaultdict(int))
-    everywhere: dict[tuple[int, int], list[int]] = defaultdict(list)  # FLOPs of tasks by grid and micro-group
+    work: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)  # FLOPs of tasks by ranks and micro-group
     for task in step.tasks:
-        grid, owner, group, cost = task.layout.grid, task.owner, group_of[task.name], placed[task.placed].flops
-        if grid.size == 1:
-            continue
-        if owner is None:
-            everywhere[id(grid), group].append(cost)
-            continue
-        rank = grid.ranks[owner[0]][owner[1]]
-        flops[rank][group] += cost
-        tasks[rank] += 1
-    for (number, group), costs in everywhere.items():
+        if id(task.layout.grid) in grids:
+            work[ranks_of(task), group_of[task.name]].append(placed[task.placed].flops)
+    for (ranks, group), costs in work.items():
         total = sum(costs)
-        for rank in grids[number].members():
+        for rank in ranks:
             flops[rank][group] += total
             tasks[rank] += len(costs)
     return tuple(
         LoadReport(rank, tasks[rank], sum(found.values()), dict(sorted(found.items())))
         for rank, found in sorted(flops.items())
     )
+
+
+def imbalance(loads: Sequence[LoadReport]) -> float:
+    """FLOPs of the busiest rank over those of the mean rank; 1 if no rank computes anything."""
+    total = sum(load.flops for load in loads)
+    return max(load.flops for load in loads) * len(loads) / total if total else 1.0
 
 
 def data_parallel_report(buckets: Sequence[Bucket]) -> DataParallelReport | None:
@@ -300,7 +287,7 @@ def data_parallel_report(buckets: Sequence[Bucket]) -> DataParallelReport | None
     found = tuple(
         BucketReport(
             b.index,
-            str(b.dtype).removeprefix("torch."),
+            name_of(b.dtype),
             len(b.names),
             b.elements,
             b.padding,

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-
 from canzona_compile.errors import some
 from canzona_compile.report.page import PageModel, PageTable, Words
-from canzona_compile.report.terminal import printed, render
+from canzona_compile.report.terminal import Printable
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.explained import ExplainedParameter, explained, on_rank
 from canzona_compile.session.session import Session
@@ -25,13 +22,15 @@ STYLES = {
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explanation(JupyterMixin):
+class Explanation(Printable):
     """How each parameter of an optimizer is updated; print it: parameters of one shape and treatment share a row.
 
     Attributes:
         optimizer: the name of its class.
         parameters: one entry per parameter, in the optimizer's order.
     """
+
+    text_width = 120
 
     optimizer: str
     parameters: tuple[ExplainedParameter, ...]
@@ -40,7 +39,7 @@ class Explanation(JupyterMixin):
         """The same as dicts, lists and plain values."""
         return asdict(self)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def page(self) -> PageModel:
         alike: dict[Any, list[ExplainedParameter]] = {}
         for row in self.parameters:
             alike.setdefault(row.treatment, []).append(row)
@@ -50,12 +49,9 @@ class Explanation(JupyterMixin):
             said = on_rank(*ranks) + why if ranks else why
             rows.append((some([row.name for row in own]), format_shape(shape), Words(how, STYLES[how]), said))
         title = f"canzona explains {self.optimizer}"
-        yield render(PageModel((PageTable(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),)))
+        return PageModel((PageTable(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),))
 
-    def __str__(self) -> str:
-        return printed(self, 120)
-
-    __repr__ = __str__
+    __repr__ = Printable.__str__
 
 
 def explain_session(session: Session) -> Explanation:

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from canzona_compile.report.page import Bar, Bars, Lane, Timeline, TimelineEvent
+from canzona_compile.report.sections import classes_of, rows_without_overlap
 from canzona_compile.report.units import format_bytes, format_quantity, format_seconds, plural
 
 MOST_BARS = 64  # a series has a bar each, cut into parts, up to this many; it is an area if it is longer
@@ -21,6 +22,7 @@ MOST_PARTS = 12  # of a bar that the text at the pointer lists
 LONGEST = 5  # times the shortest bar: longer bars leave the chart, so that the shortest stays visible
 MOST_DRAWN = 2500  # events in one chart, which a browser draws without delay
 MOST_NAMES = 8  # of an event in the text at the pointer; a click lists all
+MOST_CLASSES = 32  # of a long series by its totals
 LANE = 15  # pixels
 # Okabe and Ito's hues, which colour-blind people tell apart, in shades that read on light and dark.
 BLUE, PALE, ORANGE, GREEN, PINK, GREY = "#2a86c0", "#86bfe2", "#e39a1f", "#1fa37b", "#c76dab", "#969ca6"
@@ -135,16 +137,12 @@ def described(chart: Bars, bar: Bar, mean: float) -> str:
 
 def add_classes(figure: go.Figure, chart: Bars, totals: Sequence[float]) -> None:
     """Draw how many bars have how much, as horizontal bars that share the axis."""
-    low, high = min(totals), max(totals)
-    counts = [0] * (32 if high > low else 1)
-    width = (high - low) / len(counts) or high / 32 or 1.0
-    for total in totals:
-        counts[min(len(counts) - 1, int((total - low) / width))] += 1
-    ends = [(low + i * width, low + (i + 1) * width) if high > low else (low, low) for i in range(len(counts))]
+    counts, ends = classes_of(totals, MOST_CLASSES)
+    low, high = ends[0]
     figure.add_bar(
         x=counts,
         y=[sum(own) / 2 for own in ends],
-        width=width,
+        width=high - low or high / MOST_CLASSES or 1.0,
         orientation="h",
         marker_color=colour_of(chart.parts[0][1]),
         opacity=0.6,
@@ -214,12 +212,14 @@ def timeline(seconds: float, lanes: Sequence[Lane], lists: Lists) -> go.Figure:
     for i, lane in enumerate(lanes):
         first = not i or lane.of != of
         place, of = place + 0.6 * (i > 0 and first), lane.of
-        rows = rows_without_overlap(lane.events) or [[]]
-        for j, row in enumerate(rows):
-            place += 1
-            labels[place] = "" if j else f"<b>{literal(lane.of)}</b> {lane.name}" if first else lane.name
-            for event in row:
-                kinds[event.kind].append((event, place))
+        rows = rows_without_overlap([(event.begin, event.end) for event in lane.events])
+        for event, row in sorted(
+            zip(lane.events, rows, strict=True), key=lambda pair: (pair[1], pair[0].begin, pair[0].end)
+        ):
+            kinds[event.kind].append((event, place + 1 + row))
+        labels[place + 1] = f"<b>{literal(lane.of)}</b> {lane.name}" if first else lane.name
+        labels |= {place + 1 + row: "" for row in range(1, max(rows, default=0) + 1)}
+        place += 1 + max(rows, default=0)
     figure = go.Figure()
     for kind in sorted(kinds, key=[*COLOURS, *kinds].index):
         found = kinds[kind]
@@ -244,17 +244,6 @@ def timeline(seconds: float, lanes: Sequence[Lane], lists: Lists) -> go.Figure:
     figure.update_yaxes(tickvals=list(labels), ticktext=list(labels.values()), range=[place + 0.7, -0.7])
     figure.update_yaxes(showgrid=False, zeroline=False, tickfont_size=10)
     return finished(figure, round(height), barmode="overlay")
-
-
-def rows_without_overlap(events: Sequence[TimelineEvent]) -> list[list[TimelineEvent]]:
-    """Share events out to as few rows as they need; nearly always one."""
-    rows: list[list[TimelineEvent]] = []
-    for event in sorted(events, key=lambda own: (own.begin, own.end)):
-        row = next((row for row in rows if row[-1].end <= event.begin), None)
-        if row is None:
-            rows.append(row := [])
-        row.append(event)
-    return rows
 
 
 def told(event: TimelineEvent, total: float) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from canzona_compile.report.page import (
     Bar,
@@ -20,7 +23,6 @@ from canzona_compile.report.page import (
     rows_of,
 )
 from canzona_compile.report.schema import LoadReport, MeasuredReport
-from canzona_compile.report.terminal import columns as columns  # for pages that are not built of sections yet
 from canzona_compile.report.units import format_bytes, format_seconds, plural
 
 MOST_ROWS = 40  # of a table; more are summed up
@@ -87,6 +89,29 @@ def event(act: str, stream: str, number: int, begin: float, end: float) -> Timel
     """
     word = act.split()[-1]
     return TimelineEvent(begin, end, "elementwise" if stream == "compute" != word else word, number)
+
+
+def classes_of(values: Sequence[float], most: int) -> tuple[list[int], list[tuple[float, float]]]:
+    """Count values in `most` equal classes, or in one if all are equal.
+
+    Returns:
+        How many values are in each class, and where each begins and ends.
+    """
+    low, high = min(values), max(values)
+    if low == high:
+        return [len(values)], [(low, high)]
+    counts, ends = np.histogram(values, most, (low, high))
+    return counts.tolist(), list(pairwise(ends.tolist()))
+
+
+def rows_without_overlap(stretches: Sequence[tuple[float, float]]) -> list[int]:
+    """The lowest row for each stretch, from its begin to its end, in which it overlaps no other one."""
+    found, free = [0] * len(stretches), list[float]()  # when each row is free again
+    for i in sorted(range(len(stretches)), key=stretches.__getitem__):
+        begin, end = stretches[i]
+        found[i] = next((row for row, until in enumerate(free) if until <= begin), len(free))
+        free[found[i] : found[i] + 1] = [end]
+    return found
 
 
 # -- measured steps ----------------------------------------------------------------------------

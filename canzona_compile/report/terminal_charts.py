@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.report.page import Bars, Timeline, TimelineEvent
+from canzona_compile.report.sections import classes_of
 from canzona_compile.report.units import format_quantity, format_seconds, plural
 
 MOST_BARS = 32  # a series is drawn as one bar each up to this many, and as a histogram of more
@@ -116,17 +117,10 @@ def deviation(value: float, mean: float) -> str:
 
 def histogram(content: Bars) -> Table:
     """Count the bars of a series by their totals, in equal classes."""
-    totals = [bar.total for bar in content.bars]
-    low, high = min(totals), max(totals)
-    classes = MOST_CLASSES if high > low else 1
-    step = (high - low) / classes
-    counts = [0] * classes
-    for one in totals:
-        counts[min(classes - 1, int((one - low) / step)) if step else 0] += 1
+    counts, ends = classes_of([bar.total for bar in content.bars], MOST_CLASSES)
     made = chart(1)
-    for i, count in enumerate(counts):
-        begin, end = (format_quantity(low + j * step, content.unit) for j in (i, i + 1))
-        label = begin if classes == 1 else f"{begin} to {end}"
+    for count, own in zip(counts, ends, strict=True):
+        label = " to ".join(dict.fromkeys(format_quantity(end, content.unit) for end in own))
         drawn = Bar(max(counts), 0, count, color=COLOURS[0])
         made.add_row(label, drawn, plural(count, content.of) if count else "-")
     return made

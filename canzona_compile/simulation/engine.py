@@ -11,7 +11,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Span
 
 
@@ -109,8 +111,8 @@ class Engine:
     Args:
         operations: those of each rank, in order.
         collectives: operations name them by their index.
-        processors: how many a node has; `ranks_per_node` ranks share them.
-        alone: whether communication takes the processors too (gloo) instead of links that work beside them.
+        hardware: how many ranks share how many processors of a node, and whether communication has links that work
+            beside these, or takes them too (gloo).
         shown: ranks whose spans to keep.
     """
 
@@ -118,23 +120,20 @@ class Engine:
         self,
         operations: Sequence[Sequence[SimulatedOp]],
         collectives: Sequence[Collective],
-        processors: int,
-        ranks_per_node: int,
-        alone: bool,
+        hardware: Hardware,
         shown: frozenset[int],
     ) -> None:
-        self.operations, self.collectives, self.alone, self.shown = operations, collectives, alone, shown
+        self.operations, self.collectives, self.shown = operations, collectives, shown
         ranks = len(operations)
-        self.shared = processors < ranks_per_node or alone
-        self.ranks_per_node = ranks_per_node
-        self.nodes = [Node(processors) for _ in range(-(-ranks // ranks_per_node))]
+        self.alone, self.ranks_per_node = not hardware.overlap, hardware.ranks_per_node
+        self.shared = hardware.processors < self.ranks_per_node or self.alone
+        self.nodes = [Node(hardware.processors) for _ in range(-(-ranks // self.ranks_per_node))]
         self.place = [0] * ranks  # the index of the next operation
         self.links = {NODE: [0.0] * ranks, NETWORK: [0.0] * ranks}  # the time at which each link is free
         self.issued: list[dict[int, float]] = [{} for _ in collectives]
         self.begun: list[float | None] = [None] * len(collectives)
         self.over: list[dict[int, float]] = [{} for _ in collectives]
         self.waiting: list[dict[int, float]] = [{} for _ in collectives]
-        self.index = [{rank: i for i, rank in enumerate(c.members)} for c in collectives]
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
         self.count = 0
         self.out = SimulatedRun(ranks, shown)
@@ -164,7 +163,7 @@ class Engine:
             operation = own[self.place[rank]]
             match operation:
                 case ComputeOp(seconds=seconds) if seconds > 0:
-                    self.work(rank, now, seconds, lambda end, o=operation, b=now: self.worked(rank, o, b, end))  # type: ignore[misc]
+                    self.work(rank, now, seconds, partial(self.worked, rank, operation, now))
                     return
                 case Start(number):
                     self.issue(rank, number, now)
@@ -174,7 +173,7 @@ class Engine:
                         self.waiting[number][rank] = now
                         return
                     if over > now:
-                        self.at(over, lambda end, n=number, b=now: self.waited(rank, n, b, end))  # type: ignore[misc]
+                        self.at(over, partial(self.waited, rank, number, now))
                         return
             self.passed(rank, now, now)
         self.out.finish[rank] = now
@@ -213,10 +212,9 @@ class Engine:
         self.look_again(node)
 
     def look_again(self, node: Node) -> None:
-        version = node.version
-        self.at(node.next_end(), lambda now: self.finish_job(node, now, version))
+        self.at(node.next_end(), partial(self.finish_job, node, node.version))
 
-    def finish_job(self, node: Node, now: float, version: int) -> None:
+    def finish_job(self, node: Node, version: int, now: float) -> None:
         if version != node.version:
             return  # another job came or went meanwhile, and a later check follows
         node.advance(now)
@@ -239,8 +237,7 @@ class Engine:
         self.begun[number] = begin
         for member, part in zip(collective.members, collective.parts, strict=True):
             if self.alone:
-                load = collective.latency + part.node + part.network
-                self.at(begin, lambda t, m=member, w=load: self.carry(m, number, t, w))  # type: ignore[misc]
+                self.at(begin, partial(self.carry, member, number, part))
                 continue
             end = begin + collective.latency + max(part.node, part.network)
             for link, busy in ((NODE, part.node), (NETWORK, part.network)):
@@ -249,12 +246,13 @@ class Engine:
                     self.show(collective, number, member, link, begin, end, part.sent)
             self.arrive(member, number, end)
 
-    def carry(self, member: int, number: int, begin: float, seconds: float) -> None:
+    def carry(self, member: int, number: int, part: CollectiveShare, begin: float) -> None:
         """Move a member's part with a processor. Latency is work for it as well: system calls and waking threads."""
+        collective = self.collectives[number]
+        seconds = collective.latency + part.node + part.network
 
         def done(end: float) -> None:
-            part = self.collectives[number].parts[self.index[number][member]]
-            self.show(self.collectives[number], number, member, NODE, begin, end, part.sent)
+            self.show(collective, number, member, NODE, begin, end, part.sent)
             self.arrive(member, number, end)
 
         if seconds > 0:
@@ -270,4 +268,4 @@ class Engine:
         self.over[number][member] = end
         since = self.waiting[number].pop(member, None)
         if since is not None:
-            self.at(end, lambda now: self.waited(member, number, since, now))
+            self.at(end, partial(self.waited, member, number, since))

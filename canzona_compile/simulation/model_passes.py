@@ -78,54 +78,42 @@ class SimulatedPass:
         return self.seconds - self.compute
 
 
-class PassWriter:
-    """Writes the operations of a rank, and the collectives that it takes part in, one for each bucket."""
+def played(
+    act: str,
+    operations: list[SimulatedOp],
+    moving: str,
+    transfers: Sequence[Transfer],
+    ranks: tuple[int, ...],
+    hardware: Hardware,
+) -> SimulatedPass:
+    """Play a pass.
 
-    def __init__(
-        self,
-        act: str,
-        loads: Sequence[BucketLoad],
-        transfers: Sequence[Transfer],
-        ranks: tuple[int, ...],
-        hardware: Hardware,
-    ) -> None:
-        self.loads = loads
-        near = hardware.link(ranks) == hardware.node
-        self.hardware, self.ranks = hardware, ranks if not hardware.overlap else ranks[:1]
-        self.operations: list[SimulatedOp] = []
-        self.collectives = [
-            Collective(
-                act,
-                i,
-                self.ranks,
-                (CollectiveShare(own.moved * near, own.moved * (not near), own.sent),) * len(self.ranks),
-                own.latency,
-            )
-            for i, own in enumerate(transfers)
-        ]
-        self.compute = 0.0
-
-    def work(self, act: str, bucket: int, seconds: float) -> None:
-        self.compute += seconds
-        self.operations.append(ComputeOp(act, bucket, seconds))
-
-    def copy(self, bucket: int) -> None:
-        self.operations.append(ComputeOp("copy", bucket, self.loads[bucket].copied))
-
-    def played(self) -> SimulatedPass:
-        silent: list[list[SimulatedOp]] = [[] for _ in range(1 + max(self.ranks))]
-        for rank in self.ranks:
-            silent[rank] = self.operations
-        engine = Engine(
-            silent,
-            self.collectives,
-            self.hardware.processors,
-            self.hardware.ranks_per_node,
-            not self.hardware.overlap,
-            frozenset(self.ranks[:1]),
+    Args:
+        act: the act of what the pass computes, beside copies.
+        operations: those of each rank; the collective of a bucket has its number.
+        moving: the act of the collectives.
+        transfers: the collectives, in the order of their buckets.
+        ranks: the data-parallel ranks.
+        hardware: the rates.
+    """
+    near = hardware.link(ranks) == hardware.node
+    taking = ranks if not hardware.overlap else ranks[:1]
+    collectives = [
+        Collective(
+            moving,
+            i,
+            taking,
+            (CollectiveShare(own.moved * near, own.moved * (not near), own.sent),) * len(taking),
+            own.latency,
         )
-        found = engine.run()
-        return SimulatedPass(found.seconds, self.compute, tuple(sorted(found.spans, key=lambda s: (s.start, s.stream))))
+        for i, own in enumerate(transfers)
+    ]
+    by_rank: list[list[SimulatedOp]] = [operations if rank in taking else [] for rank in range(1 + max(taking))]
+    found = Engine(by_rank, collectives, hardware, frozenset(taking[:1])).run()
+    compute = 0.0  # added up as the engine does, so that nothing is exposed where it plays no more
+    for own in operations:
+        compute += own.seconds if isinstance(own, ComputeOp) and own.act == act else 0.0
+    return SimulatedPass(found.seconds, compute, tuple(sorted(found.spans, key=lambda s: (s.start, s.stream))))
 
 
 def backward_pass(
@@ -139,16 +127,14 @@ def backward_pass(
         hardware: the rates.
         head: seconds of computing what comes first and completes no gradient, as a head that is tied does.
     """
-    writer = PassWriter("reduce", loads, [own.reduced for own in loads], ranks, hardware)
-    writer.work("backward", 0, head)
+    operations: list[SimulatedOp] = [ComputeOp("backward", 0, head)]
     for i, own in enumerate(loads):
-        writer.work("backward", i, own.backward)
+        operations.append(ComputeOp("backward", i, own.backward))
         if i >= IN_FLIGHT:
-            writer.operations.append(Wait(i - IN_FLIGHT))
-        writer.copy(i)
-        writer.operations.append(Start(i))
-    writer.operations += [Wait(i) for i in range(max(0, len(loads) - IN_FLIGHT), len(loads))]
-    return writer.played()
+            operations.append(Wait(i - IN_FLIGHT))
+        operations += [ComputeOp("copy", i, own.copied), Start(i)]
+    operations += [Wait(i) for i in range(max(0, len(loads) - IN_FLIGHT), len(loads))]
+    return played("backward", operations, "reduce", [own.reduced for own in loads], ranks, hardware)
 
 
 def forward_pass(
@@ -164,17 +150,13 @@ def forward_pass(
         head: seconds of computing what comes last and needs no further bucket.
     """
     loads = tuple(reversed(loads))
-    writer = PassWriter("gather", loads, [own.gathered for own in loads], ranks, hardware)
-    writer.operations += [Start(i) for i in range(min(IN_FLIGHT, len(loads)))]
+    computing = [ComputeOp("forward", i, own.forward) for i, own in enumerate(loads)]
+    operations: list[SimulatedOp] = [Start(i) for i in range(min(IN_FLIGHT, len(loads)))]
     for i, own in enumerate(loads):
-        writer.operations.append(Wait(i))
-        writer.copy(i)
+        operations += [Wait(i), ComputeOp("copy", i, own.copied)]
         if i + IN_FLIGHT < len(loads):
-            writer.operations.append(Start(i + IN_FLIGHT))
+            operations.append(Start(i + IN_FLIGHT))
         if overlapped:
-            writer.work("forward", i, own.forward)
-    if not overlapped:
-        for i, own in enumerate(loads):
-            writer.work("forward", i, own.forward)
-    writer.work("forward", len(loads) - 1, head)
-    return writer.played()
+            operations.append(computing[i])
+    operations += [*([] if overlapped else computing), ComputeOp("forward", len(loads) - 1, head)]
+    return played("forward", operations, "gather", [own.gathered for own in loads], ranks, hardware)

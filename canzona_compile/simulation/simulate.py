@@ -29,7 +29,7 @@ from canzona_compile.simulation.engine import (
     Wait,
 )
 from canzona_compile.simulation.figures import Memory, RankSummary, Simulation
-from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
+from canzona_compile.simulation.traffic import Boxes, Floats, GroupTraffic, traffic
 
 MOST_SHOWN = 16  # how many ranks of a large job keep their spans
 
@@ -37,20 +37,13 @@ STARTS = {Act.START_GATHER: Phase.GATHER, Act.START_SCATTER: Phase.SCATTER, Act.
 WAITS = {Act.WAIT_GATHER: Phase.GATHER, Act.WAIT_SCATTER: Phase.SCATTER, Act.WAIT_EXCHANGE: Phase.EXCHANGE}
 
 
-def simulate(
-    step: Step,
-    hardware: Hardware,
-    *,
-    shown: Collection[int] = (),
-    without: Collection[Phase] = (),
-) -> Simulation:
+def simulate(step: Step, hardware: Hardware, *, shown: Collection[int] = ()) -> Simulation:
     """Play the schedule of a step.
 
     Args:
         step: at least SCHEDULED.
         hardware: the rates of the machine.
         shown: ranks whose spans to keep beside those that `chosen` returns.
-        without: exchanges that cost nothing here, because they overlap work after the step.
 
     Returns:
         What each rank does, in seconds from the begin of the step, and bytes.
@@ -66,31 +59,13 @@ def simulate(
     groups = {g.index: traffic(step, g, times, hardware, boxes) for g in step.micro_groups}
     ranks = 1 + max((r for own in groups.values() for row in own.grid.ranks for r in row), default=-1)
     visible = frozenset(shown) & set(range(ranks)) | chosen(groups.values(), ranks)
-    player = Player(step, hardware, groups, ranks, frozenset(without), visible)
+    player = Player(step, hardware, groups, ranks, visible)
     player.write()
-    engine = Engine(
-        player.operations,
-        player.collectives,
-        hardware.processors,
-        hardware.ranks_per_node,
-        not hardware.overlap,
-        visible,
-    )
-    outcome = engine.run()
+    outcome = Engine(player.operations, player.collectives, hardware, visible).run()
     peak = static_bytes(step, groups, ranks)
     memory = [m for rank in sorted(visible) for m in live_bytes(step, groups, player, outcome, rank)]
-    summaries = tuple(
-        RankSummary(
-            rank,
-            outcome.compute[rank],
-            outcome.exposed[rank],
-            outcome.bubble[rank],
-            outcome.finish[rank],
-            peak[rank],
-            player.sent[rank],
-        )
-        for rank in range(ranks)
-    )
+    columns = (outcome.compute, outcome.exposed, outcome.bubble, outcome.finish, peak, player.sent)
+    summaries = tuple(RankSummary(rank, *own) for rank, own in enumerate(zip(*columns, strict=True)))
     spans = tuple(sorted(outcome.spans, key=lambda s: (s.rank, s.start, s.stream)))
     sent = tuple((group, str(phase), total) for (group, phase), total in player.totals.items())
     acts = tuple(seconds_by_act(player, outcome, visible).items())
@@ -126,10 +101,9 @@ class Player:
         hardware: Hardware,
         groups: dict[int, GroupTraffic],
         ranks: int,
-        without: frozenset[Phase],
         visible: frozenset[int],
     ) -> None:
-        self.step, self.hardware, self.groups, self.without = step, hardware, groups, without
+        self.step, self.hardware, self.groups = step, hardware, groups
         self.operations: list[list[SimulatedOp]] = [[] for _ in range(ranks)]
         self.collectives: list[Collective] = []
         self.sent = [0] * ranks
@@ -168,20 +142,14 @@ class Player:
 
     def start(self, event: Event, own: GroupTraffic, phase: Phase) -> None:
         ends, grid = own.ends[phase], own.grid
-        free = phase in self.without
         node, network = (part.tolist() for part in ends.seconds(self.hardware))
         sent = (ends.sent_node + ends.sent_network).astype(np.int64).tolist()
         numbers = self.numbers[event.micro_group, phase] = {}
         self.totals[event.micro_group, phase] = sum(map(sum, sent))
         for members in teams(grid, phase):
             ranks = tuple(grid.ranks[r][s] for r, s in members)
-            parts = tuple(
-                CollectiveShare(0.0, 0.0) if free else CollectiveShare(node[r][s], network[r][s], sent[r][s])
-                for r, s in members
-            )
-            self.collectives.append(
-                Collective(str(phase), event.micro_group, ranks, parts, 0.0 if free else self.latency(ranks))
-            )
+            parts = tuple(CollectiveShare(node[r][s], network[r][s], sent[r][s]) for r, s in members)
+            self.collectives.append(Collective(str(phase), event.micro_group, ranks, parts, self.latency(ranks)))
             for rank, (r, s) in zip(ranks, members, strict=True):
                 numbers[rank] = len(self.collectives) - 1
                 self.sent[rank] += sent[r][s]
@@ -210,7 +178,7 @@ def teams(grid: Grid, phase: Phase) -> Iterator[list[tuple[int, int]]]:
             yield [(r, s) for s in range(grid.shards)]
 
 
-def buffer_bytes(own: GroupTraffic, buffer: Buffer) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def buffer_bytes(own: GroupTraffic, buffer: Buffer) -> Floats:
     """Return the bytes of one buffer of a micro-group, by (replica, shard)."""
     if buffer.use is BufferUse.GATHERED:
         return own.gathered
@@ -220,7 +188,7 @@ def buffer_bytes(own: GroupTraffic, buffer: Buffer) -> np.ndarray[tuple[int, ...
 
 def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> list[int]:
     """Count the bytes that the runtime allocates on each rank: a slot is as large as the largest buffer in it."""
-    slots: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = defaultdict(lambda: np.zeros(ranks))
+    slots: dict[int, Floats] = defaultdict(lambda: np.zeros(ranks))
     for buffer in step.buffers:
         own = groups[buffer.micro_group]
         where = np.array(own.grid.ranks)

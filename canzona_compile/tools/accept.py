@@ -11,8 +11,8 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.command import add_arguments, run
+from canzona_compile.tools.output import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,11 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("canzona_compile").setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
-    try:
-        return run(given)
-    except CanzonaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(run, given)
 
 
 if __name__ == "__main__":

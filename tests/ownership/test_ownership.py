@@ -302,7 +302,7 @@ def decoder(model: str) -> list[Job]:
     """Every matrix of a model as it is optimized once fused ones are split."""
     config = models()[model]
     hidden, q, kv = config["hidden"], config["heads"] * 128, config["kv_heads"] * 128
-    inner = config.get("intermediate") or config["moe_intermediate"]
+    inner = config["intermediate"]
     block = [(inner, hidden), (inner, hidden), (hidden, inner)] * config.get("experts", 1)
     layer = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q), *block]
     return [Job(f"m{i}", i, newton_schulz(*s), s[0] * s[1]) for i, s in enumerate(layer * config["layers"])]

@@ -211,6 +211,14 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_failed_step_has_another_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 says that a step failed. Here none began, because a file is where the folder should be."""
+    launched = importlib.import_module("canzona_compile.tools.accept")
+    (tmp_path / "taken").write_text("")
+    assert launched.main(["--dry", "--output", str(tmp_path / "taken")]) == 2
+    assert "FileExistsError" in capsys.readouterr().err
+
+
 def test_steps_are_named_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accept", "--list", "--only", "zero1/*"]) == 0
     lines = capsys.readouterr().out.splitlines()

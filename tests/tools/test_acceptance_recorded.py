@@ -26,7 +26,7 @@ def on_ranks(name: str, layout: str) -> list[str]:
     """Take a case on the stand-in, in the order in which work is written; what each rank says."""
     with on_stand_in(None, 2) as run:
         function = getattr(steps_audit, name)
-        return run(lambda rank: function(AcceptanceRank(rank, 2, torch.device("cpu"), True), layout))
+        return run(lambda rank: function(AcceptanceRank(rank, 2, torch.device("cpu")), layout))
 
 
 @pytest.fixture

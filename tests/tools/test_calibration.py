@@ -62,9 +62,10 @@ class Model:
 def test_calls_and_arithmetic_are_told_apart(call: float) -> None:
     model: Any = Model(call, 5e10, 1e9)
     found = products(model, torch.float32, (16, 64, 256), 2**12)
-    assert found.call == pytest.approx(call, abs=1e-12)
-    assert [size for size, _ in found.points] == [16, 64, 256]
-    assert [rate for _, rate in found.points] == pytest.approx([5e10] * 3)
+    taken, points = found
+    assert taken == pytest.approx(call, abs=1e-12)
+    assert [size for size, _ in points] == [16, 64, 256]
+    assert [rate for _, rate in points] == pytest.approx([5e10] * 3)
 
 
 def test_copies_to_the_other_order_count_bytes_twice() -> None:
@@ -177,8 +178,9 @@ def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate(device="cpu", extent=TINY)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "-o", str(tmp_path / "no" / "mine.json")]) == 2
+@pytest.mark.parametrize(("output", "says"), [("no/mine.json", "there is no such folder"), (".", "it is a folder")])
+def test_a_file_that_cannot_be(output: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "-o", str(tmp_path / output)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "there is no such folder" in err
+    assert f"it cannot be written: {says}" in err

@@ -53,7 +53,7 @@ def test_presets_are_those_that_are_public() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_parameters_are_as_many_as_the_public_models_have(name: str) -> None:
     model = preset(name, BOTH)
-    assert round((model.elements + model.others) / 1e9, 3) == PUBLIC[name]
+    assert round(sum(weight.elements for weight in model.everything) / 1e9, 3) == PUBLIC[name]
     assert {weight.layer for weight in model.weights} == set(range(model.layers))
     assert len({weight.name for weight in model.weights}) == len(model.weights)
 
@@ -70,7 +70,8 @@ def test_a_token_meets_few_experts(name: str) -> None:
 def test_splits_change_matrices_and_no_elements(split: tuple[str, ...], matrices: int) -> None:
     model, apart = preset("qwen3-32b", split), preset("qwen3-32b", BOTH)
     assert (len(model.weights), len(apart.weights)) == (matrices, 448)
-    assert (model.elements, model.others, model.active) == (apart.elements, apart.others, apart.active)
+    assert sum(w.elements for w in model.everything) == sum(w.elements for w in apart.everything)
+    assert (model.elements, model.active) == (apart.elements, apart.active)
 
 
 def test_weights_of_a_layer() -> None:
@@ -164,8 +165,8 @@ def test_a_config_gives_the_model_of_the_preset(
 ) -> None:
     found, expected = configured(tmp_path, config, split), preset(name, split)
     assert found.name == config["model_type"]
-    assert found.weights == expected.weights
-    numbers = ("layers", "others", "heads", "kv_heads", "experts", "active")
+    assert (found.weights, found.everything) == (expected.weights, expected.everything)
+    numbers = ("layers", "heads", "kv_heads", "experts", "active")
     assert {n: getattr(found, n) for n in numbers} == {n: getattr(expected, n) for n in numbers}
 
 
@@ -174,7 +175,7 @@ def test_fields_that_a_config_may_leave_out(tmp_path: Path) -> None:
     model = configured(tmp_path, few | {"head_dim": None})
     assert {w.shape for w in model.weights[:4]} == {(1024, 1024)}  # 16 heads of 64, each with keys of its own
     assert (model.heads, model.kv_heads, model.experts) == (16, 16, 0)
-    assert model.others > 2 * 151936 * 1024
+    assert sum(w.elements for w in model.everything if w.elementwise) > 2 * 151936 * 1024
 
 
 def test_experts_by_other_names(tmp_path: Path) -> None:
@@ -291,7 +292,7 @@ def test_shapes_by_name() -> None:
         ModelWeight("block2.w", (3, 3, 3, 3)),
     )
     assert (model.name, model.layers, model.elements) == ("mine", 13, 32 + 32 + 192 + 288 + 81)
-    assert (model.experts, model.heads, model.others) == (3, 0, 0)  # what divides 6 and 9
+    assert (model.experts, model.heads, model.everything) == (3, 0, model.weights)  # what divides 6 and 9
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,9 @@ def test_the_matrices_of_a_module_on_no_device() -> None:
         ModelWeight("layers.1.weight", (8, 8), 1),
     )
     assert model.name == "Decoder"
-    assert model.others == 2 * 32 * 8 + 4 * 8  # embedding and head, norm and biases
+    assert (
+        sum(w.elements for w in model.everything if w.elementwise) == 2 * 32 * 8 + 4 * 8
+    )  # embedding and head, norm and biases
 
 
 def test_a_module_without_matrices() -> None:

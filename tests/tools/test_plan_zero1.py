@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -116,7 +115,6 @@ def test_what_is_refused(mesh: str, options: dict[str, Any], words: str) -> None
 @pytest.mark.parametrize(("name", "tables"), [("qwen3-1.7b", 1), ("qwen3-8b", 2)])
 def test_a_tied_embedding_counts_once(name: str, tables: int) -> None:
     model = preset(name, ("qkv", "gate-up"))
-    assert sum(math.prod(w.shape) for w in model.everything) == model.elements + model.others
     assert sum(w.shape[0] == 151936 for w in model.everything) == tables
     assert tuple(w for w in model.everything if not w.elementwise) == model.weights
     assert model.everything[0].lookup
@@ -133,11 +131,21 @@ def test_the_parameters_that_an_optimizer_holds_are_its_matrices() -> None:
     assert [w.name for w in model_of(module, "none", stranger, "zero1").weights] == ["0.weight", "1.weight"]
 
 
+def test_matrices_have_the_groups_of_their_optimizer() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    groups = [{"params": [second.weight]}, {"params": [first.weight], "nesterov": False}]
+    made = canzona_compile.plan(
+        nn.Sequential(first, second), mesh="dp=2", optimizer=torch.optim.Muon(groups), updates="zero1"
+    )
+    assert [(t.name, t.param_group) for t in made.step.tasks] == [("0.weight", 0), ("1.weight", 1)]
+    assert len({t.template for t in made.step.tasks}) == 2
+
+
 def test_elementwise_shapes() -> None:
     model = from_shapes(SHAPES, "mine", "shapes")
     assert [w.name for w in model.everything] == list(SHAPES)
     assert len(model.weights) == 6
-    assert model.others == ELEMENTS - model.elements
+    assert sum(w.elements for w in model.everything) == ELEMENTS
     with pytest.raises(CanzonaError, match="neither true nor false"):
         from_shapes({"a": {"shape": [8, 8], "elementwise": 1}}, "mine", "shapes")
 

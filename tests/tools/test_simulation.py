@@ -206,15 +206,6 @@ def test_ranks_that_share_processors_take_longer() -> None:
     assert found[0] < found[-1]
 
 
-def test_exchanges_that_are_hidden_elsewhere_cost_nothing() -> None:
-    step = scheduled((1, 4))
-    found = [simulate(step, nodes_of(2), without=phases) for phases in ((), (Phase.GATHER,), tuple(Phase))]
-    times = [one.seconds for one in found]
-    assert times == sorted(times, reverse=True)
-    assert times[0] > times[1] > times[2]
-    assert all(rank.exposed == 0 for rank in found[2].ranks)
-
-
 def test_a_step_without_a_schedule_is_refused() -> None:
     with pytest.raises(InvalidStep, match="has no schedule"):
         simulate(toy_step(Form.BATCHED), named_hardware("h100"))

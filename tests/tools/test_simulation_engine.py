@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.simulation.engine import (
     Collective,
     CollectiveShare,
@@ -39,8 +40,14 @@ def play(
     ranks_per_node: int = 8,
     alone: bool = False,
 ) -> SimulatedRun:
-    shown = frozenset(range(len(operations)))
-    return Engine(operations, collectives, processors, ranks_per_node, alone, shown).run()
+    return Engine(
+        operations, collectives, machine(processors, ranks_per_node, alone), frozenset(range(len(operations)))
+    ).run()
+
+
+def machine(processors: int = 8, ranks_per_node: int = 8, alone: bool = False) -> Hardware:
+    own = {"processors": processors, "ranks_per_node": ranks_per_node, "overlap": not alone}
+    return replace(named_hardware("cpu"), **own)
 
 
 def accounts(found: SimulatedRun) -> list[tuple[float, float, float]]:
@@ -152,7 +159,7 @@ def test_groups_of_other_ranks_are_independent() -> None:
 
 def test_only_shown_ranks_have_spans() -> None:
     own = [work(1), Start(0), Wait(0)]
-    found = Engine([own, own], [among(0, 1, node=1)], 8, 8, False, frozenset({1})).run()
+    found = Engine([own, own], [among(0, 1, node=1)], machine(), frozenset({1})).run()
     assert {(s.rank, s.stream) for s in found.spans} == {(1, COMPUTE), (1, NODE)}
     assert found.moments.keys() == {1}
 

@@ -145,6 +145,7 @@ def test_small_matrices_are_compared_with_owners_too(capsys: pytest.CaptureFixtu
         pytest.param(muon, {"limit": 0}, "leaves no time", id="limit"),
         pytest.param(muon, {"options": {"replicate": None}}, "no option 'replicate'", id="replicate"),
         pytest.param(muon, {"options": {"depth": 0}}, "depth=0", id="option"),
+        pytest.param(muon, {"json": "."}, "it cannot be written: it is a folder", id="file"),
         pytest.param("train", {}, "'train' does not name a build", id="no colon"),
         pytest.param(lambda: None, {}, "cannot be sent to other processes", id="lambda"),
         pytest.param(5, {}, "build is a int", id="number"),

@@ -39,9 +39,9 @@ class AcceptanceJournal:
         self._write()
 
     @property
-    def failed(self) -> bool:
-        """Whether a step failed, or never ended."""
-        return any(result.status in ("failed", "running") for result in self.results)
+    def failed(self) -> list[StepResult]:
+        """The steps that failed, or never ended."""
+        return [result for result in self.results if result.status in ("failed", "running")]
 
     @property
     def page(self) -> Path:
@@ -73,7 +73,24 @@ class AcceptanceJournal:
             "steps": [asdict(result) for result in self.results],
         }
         replace(self.folder / f"{NAME}.json", json.dumps(whole, indent=1) + "\n")
-        replace(self.page, page_text(self.results, self.facts, began, seconds, self._complete))
+        replace(self.page, "\n".join(self._page_lines(f"Began {began}, {seconds:.0f} s.")) + "\n")
+
+    def _page_lines(self, began: str) -> Iterator[str]:
+        dry = self.facts.get("device") == "cpu"
+        yield from ("# canzona_compile: acceptance", "", verdict(self.results, self._complete), "")
+        if dry:
+            yield "This was a dry run on the CPU. It says nothing about a GPU: no step was recorded or measured."
+            yield ""
+        yield from (began, "", "| machine | |", "|---|---|")
+        yield from (f"| {name} | {cell(value)} |" for name, value in self.facts.items() if value)
+        if self.failed:
+            yield from ("", "## What failed, or has not ended")
+            for result in self.failed:
+                yield from told(result)
+        yield from ("", "## All steps", "", "| step | result | found | s |", "|---|---|---|---|")
+        yield from (f"| {r.name} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in self.results)
+        if shown := [f"- **{r.name}**: {r.shows}" for r in self.results if r.status == "passed"]:
+            yield from ("", "## What would be known on a GPU" if dry else "## What is known now", "", *shown)
 
 
 def replace(path: Path, text: str) -> None:
@@ -87,36 +104,6 @@ def replace(path: Path, text: str) -> None:
 
 
 # -- the page --------------------------------------------------------------------------------------
-
-
-def page_text(
-    results: Sequence[StepResult], facts: Mapping[str, str], began: str, seconds: float, complete: bool
-) -> str:
-    """The whole page.
-
-    Args:
-        results: one per step, in order.
-        facts: about the machine, by name.
-        began: when, in words.
-        seconds: since then.
-        complete: whether all steps were taken.
-    """
-    failed = [result for result in results if result.status in ("failed", "running")]
-    dry = facts.get("device") == "cpu"
-    lines = ["# canzona_compile: acceptance", "", verdict(results, complete), ""]
-    if dry:
-        lines += ["This was a dry run on the CPU. It says nothing about a GPU: no step was recorded or measured.", ""]
-    lines += [f"Began {began}, {seconds:.0f} s.", "", "| machine | |", "|---|---|"]
-    lines += [f"| {name} | {cell(value)} |" for name, value in facts.items() if value]
-    if failed:
-        lines += ["", "## What failed, or has not ended"]
-        lines += [line for result in failed for line in told(result)]
-    lines += ["", "## All steps", "", "| step | result | found | s |", "|---|---|---|---|"]
-    lines += [f"| {r.name} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in results]
-    shown = [f"- **{r.name}**: {r.shows}" for r in results if r.status == "passed"]
-    if shown:
-        lines += ["", "## What would be known on a GPU" if dry else "## What is known now", "", *shown]
-    return "\n".join(lines) + "\n"
 
 
 def verdict(results: Sequence[StepResult], complete: bool) -> str:

@@ -41,46 +41,30 @@ class AcceptedMachine:
 
     def missing(self, step: AcceptanceStep) -> str:
         """Why a step cannot be taken here; empty if it can be."""
-        return "; ".join(reason for need in step.needs if (reason := MISSING[need](self)))
+        unmet = [NEEDS[need][1] for need in step.needs if not NEEDS[need][0](self)]
+        return "; ".join(unmet).format(ranks=self.ranks)
 
 
-def no_ranks(machine: AcceptedMachine) -> str:
-    """Why steps of several ranks cannot be taken."""
-    if machine.ranks > 1:
-        return ""
-    if machine.device == "cuda":
-        return f"needs several ranks, each with a GPU of its own, and there is {torch.cuda.device_count() or 'no'} GPU"
-    return "needs several ranks, and this run has one"
-
-
-def no_two_mesh_dims(machine: AcceptedMachine) -> str:
-    """Why steps on a mesh of two dims cannot be taken; one of size 1 would show nothing."""
-    enough = machine.ranks >= 4 and machine.ranks % 2 == 0
-    return "" if enough else f"needs an even number of ranks from four on, and there are {machine.ranks}"
-
-
-def no_two_stages(machine: AcceptedMachine) -> str:
-    """Why steps of two groups of ranks on two mesh dims cannot be taken."""
-    return "" if machine.ranks % 4 == 0 else f"needs ranks in fours, and there are {machine.ranks}"
-
-
-def no_power_of_two(machine: AcceptedMachine) -> str:
-    """Why means over ranks could round."""
-    whole = machine.ranks & (machine.ranks - 1) == 0
-    return "" if whole else f"needs a power of two of ranks, for exact means, and there are {machine.ranks}"
-
-
-MISSING: Mapping[StepNeed, Callable[[AcceptedMachine], str]] = {
-    "cuda": lambda machine: "" if machine.device == "cuda" else "needs a CUDA device, and this run is on the CPU",
-    "ranks": no_ranks,
-    "two mesh dims": lambda machine: no_ranks(machine) or no_two_mesh_dims(machine),
-    "two stages": lambda machine: no_ranks(machine) or no_two_stages(machine),
-    "power of two": no_power_of_two,
-    "sanitizer": lambda _: "" if shutil.which(SANITIZER) else f"needs {SANITIZER} of the CUDA toolkit on the PATH",
-    "repository": lambda m: (
-        "needs a checkout of the repository with pytest installed"
-        if m.root is None or find_spec("pytest") is None
-        else ""
+# For each need: what meets it, and what is said where it is not met. A mesh dim of size 1 would show nothing.
+NEEDS: Mapping[StepNeed, tuple[Callable[[AcceptedMachine], bool], str]] = {
+    "cuda": (lambda own: own.device == "cuda", "needs a CUDA device, and this run is on the CPU"),
+    "ranks": (
+        lambda own: own.ranks > 1,
+        "needs several ranks, and this run has one; every rank takes a GPU of its own",
+    ),
+    "two mesh dims": (
+        lambda own: own.ranks >= 4 and own.ranks % 2 == 0,
+        "needs an even number of ranks from four on, and there are {ranks}",
+    ),
+    "two stages": (lambda own: own.ranks % 4 == 0, "needs ranks in fours, and there are {ranks}"),
+    "power of two": (
+        lambda own: own.ranks & (own.ranks - 1) == 0,
+        "needs a power of two of ranks, for exact means, and there are {ranks}",
+    ),
+    "sanitizer": (lambda _: shutil.which(SANITIZER) is not None, f"needs {SANITIZER} of the CUDA toolkit on the PATH"),
+    "repository": (
+        lambda own: own.root is not None and find_spec("pytest") is not None,
+        "needs a checkout of the repository with pytest installed",
     ),
 }
 

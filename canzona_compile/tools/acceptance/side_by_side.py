@@ -107,28 +107,31 @@ class SideBySide:
         generator = torch.Generator().manual_seed(1_000_003 * (self._seed + 1) + number)
         return (torch.randn(shape, generator=generator, device="cpu") * scale).to(self._dtype).to(self._rank.device)
 
-    def step(self, *, in_place: bool = True, without: int | None = None) -> None:
+    def step(self, times: int = 1, *, in_place: bool = True, without: int | None = None) -> None:
         """Step both on the next gradients, and compare the parameters.
 
         Args:
+            times: how often.
             in_place: whether the wrapped optimizer's gradients stay at their addresses; otherwise they are elsewhere
                 than in the step before.
             without: the parameter of which this rank has no gradient. Then only the wrapped optimizer steps, and the
                 next step takes the same gradients.
         """
-        scale = 4.0 if self._layout == "zero1" else 0.01
-        drawn = [self.random(tuple(p.shape), 100 * self._steps + i, scale) for i, p in enumerate(self.plain.params)]
-        if self._layout == "zero1":
-            self._give_by_backward(drawn)
-        else:
-            self._give(drawn, in_place, without)
-        if without is None:
-            self._steps += 1
-            self.plain.optimizer.step()
-        self.ours.optimizer.step()
-        if self._layout == "zero1":
-            self.ours.optimizer.canzona.synchronize()  # type: ignore[attr-defined]
-        self._tally.add(self._steps, self.ours.parameters(), self.plain.parameters())
+        zero1 = self._layout == "zero1"
+        scale = 4.0 if zero1 else 0.01
+        for _ in range(times):
+            drawn = [self.random(tuple(p.shape), 100 * self._steps + i, scale) for i, p in enumerate(self.plain.params)]
+            if zero1:
+                self._give_by_backward(drawn)
+            else:
+                self._give(drawn, in_place, without)
+            if without is None:
+                self._steps += 1
+                self.plain.optimizer.step()
+            self.ours.optimizer.step()
+            if zero1:
+                self.ours.optimizer.canzona.synchronize()  # type: ignore[attr-defined]
+            self._tally.add(self._steps, self.ours.parameters(), self.plain.parameters())
 
     def _give(self, grads: Sequence[Tensor], in_place: bool, without: int | None) -> None:
         before = [param.grad for param in self.ours.params]  # held, so that no new gradient gets their memory

@@ -26,13 +26,16 @@ class AcceptanceRank:
     Attributes:
         rank, world: this process among those that run the step.
         device: its own.
-        tiny: whether matrices are to be as small as they can be.
     """
 
     rank: int
     world: int
     device: torch.device
-    tiny: bool
+
+    @property
+    def tiny(self) -> bool:
+        """Whether matrices are to be as small as they can be."""
+        return self.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)

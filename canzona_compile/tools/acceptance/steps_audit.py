@@ -45,12 +45,10 @@ def loaded_in_mid_run(rank: AcceptanceRank, layout: str) -> str:
     """Load state twice, each time after a recording, and go on: its recordings are dropped and made again."""
     both = paired(rank, layout)
     for _ in range(2):
-        for _ in range(RECORDED):
-            both.step()
+        both.step(RECORDED)
         for made in (both.plain, both.ours):
             made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict()))
-    for _ in range(RECORDED):
-        both.step()
+    both.step(RECORDED)
     return both.verdict(bits=False, recorded=True)
 
 
@@ -58,19 +56,16 @@ def another_plan(rank: AcceptanceRank, layout: str) -> str:
     """Drop the plan with its recordings by a parameter more, twice, and record anew."""
     both = paired(rank, layout)
     for rows in (16, 48):
-        for _ in range(RECORDED):
-            both.step()
+        both.step(RECORDED)
         both.add_matrix((rows, 32) if rank.tiny else (8 * rows, 128))
-    for _ in range(RECORDED):
-        both.step()
+    both.step(RECORDED)
     return both.verdict(bits=False, recorded=True)
 
 
 def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
     """Leave out a gradient on the last rank: all ranks refuse the step, change nothing, and can go on."""
     both = paired(rank, layout)
-    for _ in range(RECORDED):
-        both.step()
+    both.step(RECORDED)
     for _ in range(2):
         try:
             both.step(without=0 if rank.rank == rank.world - 1 else -1)
@@ -78,8 +73,7 @@ def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
             pass
         else:
             raise WrongResult("a step went through without the gradient of one rank", at=f"rank {rank.rank}")
-        for _ in range(RECORDED):
-            both.step()
+        both.step(RECORDED)
     return f"refused on every rank; {both.verdict(bits=False, recorded=True)}"
 
 
@@ -97,8 +91,7 @@ def two_optimizers(rank: AcceptanceRank, layout: str) -> str:
 def peer_that_stays_away(rank: AcceptanceRank, layout: str) -> str:
     """Leave the last rank out of a step: the others have to end, not to wait for ever."""
     both = paired(rank, layout)
-    for _ in range(RECORDED):
-        both.step()
+    both.step(RECORDED)
     if rank.rank == rank.world - 1:
         return "one rank stayed away"
     begin = time.monotonic()
@@ -114,9 +107,8 @@ def peer_that_stays_away(rank: AcceptanceRank, layout: str) -> str:
 def forgotten_recording(rank: AcceptanceRank, optimizer: str) -> str:
     """Record two programs, forget one, overwrite free memory, and replay the other."""
     kept, forgotten = paired(rank, "whole", optimizer), paired(rank, "whole", optimizer, seed=1)
-    for _ in range(RECORDED):
-        kept.step()
-        forgotten.step()
+    kept.step(RECORDED)
+    forgotten.step(RECORDED)
     del forgotten
     gc.collect()
     for _ in range(2):
@@ -126,8 +118,7 @@ def forgotten_recording(rank: AcceptanceRank, optimizer: str) -> str:
         held = [torch.full((BLOCK // 4,), torch.nan, device=rank.device) for _ in range(int(FILLED * free) // BLOCK)]
         torch.cuda.synchronize(rank.device)
         del held
-        for _ in range(RECORDED):
-            kept.step()
+        kept.step(RECORDED)
     return kept.verdict(bits=False, recorded=optimizer == "muon")  # the host waits for SOAP's decompositions
 
 

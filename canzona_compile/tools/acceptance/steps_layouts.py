@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -39,8 +38,7 @@ def same_as_plain(rank: AcceptanceRank, optimizer: str, layout: str, dtype: str,
         odd: whether shapes do not divide; they are padded on CUDA, so that sums have another order.
     """
     both = SideBySide(rank, optimizer, layout, (uneven if odd else even)(rank), DTYPES[dtype], cuda_graphs=False)
-    for _ in range(STEPS):
-        both.step(in_place=False)
+    both.step(STEPS, in_place=False)
     return both.verdict(bits=optimizer in BITS and not odd)
 
 
@@ -66,10 +64,8 @@ def same_under_zero1(rank: AcceptanceRank, optimizer: str, gather: str, odd: boo
         gather: when parameters are whole again.
         odd: whether shapes do not divide.
     """
-    options: dict[str, Any] = {"gather": gather}
-    both = SideBySide(rank, optimizer, "zero1", (uneven if odd else even)(rank), **options)
-    for _ in range(ZERO1_STEPS):
-        both.step()
+    both = SideBySide(rank, optimizer, "zero1", (uneven if odd else even)(rank), gather=gather)
+    both.step(ZERO1_STEPS)
     return both.verdict(bits=False)
 
 

@@ -236,7 +236,7 @@ def take_part(place: RankPlace, work: OnRanks) -> str:
     """Do some work as one of the ranks; what it found."""
     cuda = place.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    said = work.function(AcceptanceRank(place.rank, place.world, device, tiny=not cuda), *work.args)
+    said = work.function(AcceptanceRank(place.rank, place.world, device), *work.args)
     if cuda:
         torch.cuda.synchronize(device)  # errors of kernels show here at the latest
     gc.collect()  # optimizers hold one another, and recordings their memory

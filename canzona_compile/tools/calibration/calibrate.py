@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -12,9 +10,18 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import ONE_NODE, Hardware, named_hardware, processors
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
-from canzona_compile.tools.calibration.measure import ALONE, MeasurementSizes, Points
-from canzona_compile.tools.calibration.ranks import Measured
+from canzona_compile.tools.calibration.measure import MeasurementSizes
+from canzona_compile.tools.calibration.ranks import MeasuredRates
 
+HOW = {  # what is measured, by the name of the rate
+    "products": "square and skinny ones, in stacks",
+    "product_calls": "a row of small products less their arithmetic, caches cleared",
+    "factorizations": "float32, one at a time or by their names in stacks, other: the slower of two",
+    "bandwidth": "elementwise work on fragments that no cache holds",
+    "transposed": "pairs of matrices copied to the other order",
+    "launch": "operators on next to no data, caches cleared",
+    "host": "a step with many small matrices, outside of its program, caches cleared",
+}
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that were not measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -67,8 +74,8 @@ def calibrate(
     how = extent or EXTENTS[device, quick]
     if device == "cuda":
         rank, found = started.cuda(how)
-        return on_cuda(found, kind, how), rank == 0
-    return on_cpu(started.cpu(ranks, how), kind, how, ranks), True
+        return machine_of(found, kind, how, device, int(os.environ.get("WORLD_SIZE", "1"))), rank == 0
+    return machine_of(started.cpu(ranks, how), kind, how, device, ranks), True
 
 
 def default_base(device: str) -> str:
@@ -79,67 +86,37 @@ def default_base(device: str) -> str:
     return next((known for known in ("a100", "h100", "h200", "gb300") if known in name), FALLBACK)
 
 
-def on_cpu(found: Measured, base: Hardware, extent: MeasurementSizes, ranks: int) -> Hardware:
-    """A machine whose ranks are processes that share its cores."""
-    cores = processors()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
-    clock = Clock(torch.device("cpu"), extent.repetitions)
-    how = f"{clock.how}, of {ranks} processes at work on {cores} cores, torch {torch.__version__}"
-    sources = {
-        **rates_of(found, how),
-        "memory": "this machine's, by its cores",
-        "product_calls": f"a row of small products less their arithmetic, caches cleared; {how}",
-        "host": f"a step with many small matrices, outside of its program, caches cleared; {how}",
-    }
-    measured = {**values_of(found), "memory": memory, "host": found.host}
-    measured["product_calls"] = {name: own.call for name, own in found.products.items()}
-    if found.node is not None:
-        measured["node"] = asdict(found.node)
-        sources["node"] = (
-            f"all-to-alls of {ranks} gloo ranks on {cores} cores, CPU time of a rank's process, median of "
-            f"{extent.repetitions} or more, torch {torch.__version__}"
+def machine_of(found: MeasuredRates, base: Hardware, extent: MeasurementSizes, device: str, ranks: int) -> Hardware:
+    """Put what ranks found in the places of the rates of a known kind of machine.
+
+    Args:
+        found: what they found.
+        base: the known kind.
+        extent: what they measured.
+        device: "cpu" or "cuda".
+        ranks: how many measured at once. On CPU they are processes that share the cores.
+    """
+    cores, gpu = processors(), device == "cuda"
+    if gpu:
+        near = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+        name = torch.cuda.get_device_name().lower().replace(" ", "-")
+        memory = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        backend, shared, time = "nccl", "", "wall time"
+    else:
+        near, name = max(ONE_NODE, ranks), f"cpu-{cores}"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+        backend, shared, time = (
+            "gloo",
+            f", of {ranks} processes at work on {cores} cores",
+            "CPU time of a rank's process",
         )
-    shape = {"device": "cpu", "backend": "gloo", "ranks_per_node": max(ONE_NODE, ranks), "overlap": False}
-    return base.with_measured({"name": f"cpu-{cores}", "processors": cores, **shape}, measured, sources, "calibrate")
-
-
-def on_cuda(found: Measured, base: Hardware, extent: MeasurementSizes) -> Hardware:
-    """A machine whose nodes have GPUs."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    how = f"{Clock(torch.device('cuda'), extent.repetitions).how}, torch {torch.__version__}"
-    sources = {**rates_of(found, how), "memory": "the device's properties"}
-    measured: dict[str, Any] = {**values_of(found), "memory": float(properties.total_memory)}
-    for name, link in (("node", found.node), ("network", found.network)):
-        if link is not None:
-            measured[name] = asdict(link)
-            sources[name] = f"all-to-alls of nccl ranks, wall time, median of {extent.repetitions} or more"
-    name = torch.cuda.get_device_name().lower().replace(" ", "-")
-    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    shape = {"device": "cuda", "backend": "nccl", "ranks_per_node": gpus, "processors": gpus, "overlap": True}
-    return base.with_measured({"name": name, **shape}, measured, sources, "calibrate")
-
-
-def values_of(found: Measured) -> dict[str, Any]:
-    """The rates that are measured on every device. "other" factorizations get the rates of the slower one of two."""
-    curves = dict(found.factorizations)
-    slowest: Points = tuple(
-        (rates[0][0], min(rate for _, rate in rates)) for rates in zip(*(curves[n] for n in ALONE), strict=False)
-    )
-    return {
-        "products": {name: own.points for name, own in found.products.items()},
-        "factorizations": {**curves, "other": slowest},
-        "bandwidth": found.bandwidth,
-        "transposed": found.transposed,
-        "launch": found.launch,
-    }
-
-
-def rates_of(found: Measured, how: str) -> dict[str, str]:
-    """The sources of the rates that `values_of` returns."""
-    return {
-        "products": f"square and skinny ones, in stacks; {how}",
-        "factorizations": f"float32, one at a time or by their names in stacks, other: the slower of two; {how}",
-        "bandwidth": f"elementwise work on fragments that no cache holds; {how}",
-        "transposed": f"pairs of matrices copied to the other order; {how}",
-        "launch": f"operators on next to no data, caches cleared; {how}",
-    }
+    version = f"torch {torch.__version__}"
+    clock = Clock(torch.device(device), extent.repetitions)
+    links = f"all-to-alls of {ranks} {backend} ranks, {time}, median of {extent.repetitions} or more, {version}"
+    sources = {rate: f"{words}; {clock.how}{shared}, {version}" for rate, words in HOW.items()}
+    sources |= {"node": links, "network": links}
+    sources["memory"] = "the device's properties" if gpu else "this machine's, by its cores"
+    measured = {**found, "memory": memory}
+    shape = {"name": name, "device": device, "backend": backend, "overlap": gpu}
+    shape |= {"ranks_per_node": near, "processors": near if gpu else cores}
+    return base.with_measured(shape, measured, {rate: sources[rate] for rate in measured}, "calibrate")

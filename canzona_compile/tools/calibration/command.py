@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from canzona_compile.compat.telling import shown
-from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.calibration.calibrate import calibrate
+from canzona_compile.tools.output import check_output, write
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +24,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(given: Namespace) -> int:
     """Measure, and write the file that `plan --hardware` and `wrap(hardware=)` read; the exit code is 0."""
-    if given.output and not Path(given.output).absolute().parent.is_dir():
-        raise CanzonaError("there is no such folder", at=given.output, hint="make it first: measuring takes a while")
+    check_output(given.output, "-o")
     with shown("calibrate", quiet=given.quiet):
         hardware, shows = calibrate(device=given.device, base=given.base, ranks=given.ranks, quick=given.quick)
     if not shows:
         return 0
-    if given.output:
-        Path(given.output).write_text(hardware.to_json(), encoding="utf-8")
+    write(hardware.to_json(), given.output, "-o")
+    if given.output is not None:
         log.info("%s: measured %s; assumed %s", given.output, ", ".join(hardware.measured), ", ".join(hardware.assumed))
-    else:
-        sys.stdout.write(hardware.to_json())
     return 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from timeit import Timer
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils import benchmark
 
 from canzona_compile.machine.hardware import Link
@@ -18,54 +17,60 @@ BYTES = {"cpu": (2**20, 2**23), "cuda": (2**26, 2**28)}  # that a rank sends, at
 MANY = 8  # times as many repetitions of the smallest, whose times vary most
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAllToAll:
-    """An all-to-all in which a rank sends equally much to each other rank, and nothing to itself."""
+def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions: int) -> Link:
+    """The link within this rank's team; all teams measure at once, and every rank calls this.
 
-    group: dist.ProcessGroup
-    received: Tensor
-    sent: Tensor
-    splits: list[int]
+    Args:
+        teams: two or more global ranks each. What the first rank of a team found holds for the team.
+        device: of this rank.
+        repetitions: of each measurement.
+    """
+    rank = dist.get_rank()
+    groups = [(team, dist.new_group(list(team)), dist.new_group(list(team[:2]))) for team in teams]
+    team, group, pair = next(one for one in groups if rank in one[0])
+    assert isinstance(group, dist.ProcessGroup)
+    near = 0.0
+    if rank in team[:2]:
+        assert isinstance(pair, dist.ProcessGroup)
+        near, _ = all_to_all(pair, 1, device, MANY * repetitions)
+    dist.barrier()
+    latency, _ = all_to_all(group, 1, device, MANY * repetitions)
+    timed = [all_to_all(group, size, device, repetitions) for size in BYTES[device.type]]
+    rate = sum(sent for _, sent in timed) / sum(seconds for seconds, _ in timed)
+    values = torch.tensor([latency, near, rate], dtype=torch.float64, device=device)
+    dist.broadcast(values, team[0], group=group)
+    latency, near, rate = values.tolist()
+    return link_of(latency, near, len(team), rate)
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, size: int, device: torch.device) -> TimedAllToAll:
-        """An exchange in which every rank sends about `size` bytes, at least one to each peer."""
-        ranks, own = dist.get_world_size(group), dist.get_rank(group)
-        splits = [0 if rank == own else max(1, size // (ranks - 1)) for rank in range(ranks)]
-        sent = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
-        return cls(group, torch.empty_like(sent), sent, splits)
 
-    def __call__(self) -> None:
-        work = dist.all_to_all_single(
-            self.received, self.sent, self.splits, self.splits, group=self.group, async_op=True
-        )
+def all_to_all(group: dist.ProcessGroup, size: int, device: torch.device, repetitions: int) -> tuple[float, int]:
+    """Time an all-to-all in which a rank sends equally much to each other rank, and nothing to itself.
+
+    On CPU that is CPU time of this process, of the thread that calls and of those that move the bytes, because the
+    exchange takes processors. On CUDA it is wall time, and the clock waits for the device.
+
+    Args:
+        group: all of its ranks call this.
+        size: bytes that a rank sends, about; at least one to each peer.
+        device: of this rank.
+        repetitions: how many times the median is taken over.
+
+    Returns:
+        Seconds until the data is there, and the bytes that a rank sends.
+    """
+    ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    splits = [0 if rank == own else max(1, size // (ranks - 1)) for rank in range(ranks)]
+    sent = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        work = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
         assert work is not None
         work.wait()
 
-    def seconds(self, repetitions: int) -> float:
-        """The median time until the data is there, in seconds; all ranks of the group call this.
-
-        On CPU that is CPU time of this process, of the thread that calls and of those that move the bytes, because the
-        exchange takes processors. On CUDA it is wall time, and the clock waits for the device.
-        """
-        self()
-        clock = benchmark.timer if self.sent.is_cuda else time.process_time
-        return statistics.median(Timer(self, timer=clock).repeat(repetitions, 1))
-
-
-def smallest(group: dist.ProcessGroup, device: torch.device, repetitions: int) -> float:
-    """Seconds of an all-to-all in which every rank sends one byte to each peer."""
-    return TimedAllToAll.of(group, 1, device).seconds(MANY * repetitions)
-
-
-def bandwidth(group: dist.ProcessGroup, device: torch.device, repetitions: int) -> float:
-    """Bytes per second that a rank sends while it receives as many."""
-    seconds = moved = 0.0
-    for size in BYTES[device.type]:
-        exchange = TimedAllToAll.of(group, size, device)
-        seconds += exchange.seconds(repetitions)
-        moved += sum(exchange.splits)
-    return moved / seconds
+    exchange()
+    clock = benchmark.timer if sent.is_cuda else time.process_time
+    return statistics.median(Timer(exchange, timer=clock).repeat(repetitions, 1)), sum(splits)
 
 
 def link_of(latency: float, pair: float, ranks: int, rate: float) -> Link:

@@ -48,20 +48,7 @@ class MeasurementSizes:
     repetitions: int
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
-    """Matrix products of one dtype.
-
-    Attributes:
-        call: seconds of a call beside its arithmetic.
-        points: FLOP/s of the arithmetic by size.
-    """
-
-    call: float
-    points: Points
-
-
-def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) -> Products:
+def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) -> tuple[float, Points]:
     """Time square products, and skinny ones of the same number of FLOPs, one by one and in stacks.
 
     The products of a stack share one call; the rest of the time of a stack is arithmetic. The call is timed in a row of
@@ -73,6 +60,9 @@ def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) 
         dtype: of factors and products.
         sizes: ascending geometric means of the dims m, k and n; the measurement stops after a size that takes too long.
         cold: bytes to go through before the row of small products.
+
+    Returns:
+        Seconds of a call beside its arithmetic, and FLOP/s of the arithmetic by size.
     """
     stacks: dict[int, list[Stack]] = {}
     for size in sizes:
@@ -83,13 +73,13 @@ def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) 
             break
     if clock.device.type == "cuda":
         points = {size: statistics.fmean(stack.single for stack in own) for size, own in stacks.items()}
-        return Products(0.0, rates(points))
+        return 0.0, rates(points)
     small = [stack for size, own in stacks.items() if size <= max(SMALL, min(stacks)) for stack in own]
     warm = statistics.median(stack.single - stack.slope for stack in small)
     points = {size: statistics.fmean(stack.arithmetic(warm) for stack in own) for size, own in stacks.items()}
     row = clock.seconds(lambda: [stack.one() for stack in small], before=clearing(cold, clock.device))
     call = (row - sum(stack.arithmetic(warm) for stack in small)) / len(small)
-    return Products(max(0.0, call), rates(points))
+    return max(0.0, call), rates(points)
 
 
 def rates(seconds: Mapping[int, float]) -> Points:
@@ -166,13 +156,28 @@ def factorization(clock: Clock, operator: str, sizes: Sequence[int]) -> Points:
     """
     run, flops = FACTORIZATIONS[operator.removesuffix("_batched")]
     count = 1 if operator in ALONE else FACTORED
-    points = []
-    for size in sizes:
+
+    def timed(size: int) -> tuple[float, float]:
         matrix = torch.randn(count, size, size, device=clock.device).squeeze(0)
         matrix = matrix + matrix.mT
-        seconds = clock.seconds(lambda m=matrix: run(m))  # type: ignore[misc]
-        points.append((float(size), count * flops(size) / seconds))
-        if seconds > LONGEST * count:
+        return count * flops(size), clock.seconds(lambda: run(matrix))
+
+    return curve(sizes, timed, LONGEST * count)
+
+
+def curve(sizes: Sequence[int], timed: Callable[[int], tuple[float, float]], longest: float = LONGEST) -> Points:
+    """Measure a rate by size, up to a size that takes longer than `longest` seconds.
+
+    Args:
+        sizes: ascending.
+        timed: does the work of one size, and returns how much that is and how many seconds it took.
+        longest: seconds.
+    """
+    points = []
+    for size in sizes:
+        amount, seconds = timed(size)
+        points.append((float(size), amount / seconds))
+        if seconds > longest:
             break
     return tuple(points)
 
@@ -210,16 +215,14 @@ def transposed(clock: Clock, sizes: Sequence[int]) -> Points:
     A matrix has as many elements as a square one of `size`. It has few rows, and their number is a power of two, as in
     models: columns then compete for the same places in a cache.
     """
-    points = []
-    for size in sizes:
+
+    def timed(size: int) -> tuple[float, float]:
         rows = min(size, ROWS)
         source = torch.zeros(2, size * size // rows, rows, device=clock.device, dtype=torch.bfloat16).transpose(1, 2)
         target = torch.zeros(source.shape, device=clock.device, dtype=torch.bfloat16)
-        seconds = clock.seconds(lambda t=target, s=source: t.copy_(s))  # type: ignore[misc]
-        points.append((float(size), 2 * target.numel() * target.element_size() / seconds))
-        if seconds > LONGEST:
-            break
-    return tuple(points)
+        return 2 * target.nbytes, clock.seconds(lambda: target.copy_(source))
+
+    return curve(sizes, timed)
 
 
 def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tuple[Work, int]]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
-from io import TextIOWrapper
+from functools import partial
 from pathlib import Path
 from typing import get_args
-
-from rich.console import Console
 
 from canzona_compile.compat.telling import shown, tell
 from canzona_compile.data_parallel.engine import GatherAt
@@ -21,10 +18,11 @@ from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.ownership import NAMES
 from canzona_compile.report.measured import read_measured
 from canzona_compile.report.terminal import render
+from canzona_compile.tools.output import check_output, show, write
 from canzona_compile.tools.planning.difference import difference, difference_page
-from canzona_compile.tools.planning.passes import TOKENS
-from canzona_compile.tools.planning.plan import Updates, plan
-from canzona_compile.tools.planning.result import OfflinePlan, check_installed
+from canzona_compile.tools.planning.passes import TOKENS, Updates
+from canzona_compile.tools.planning.plan import plan
+from canzona_compile.tools.planning.result import check_installed
 from canzona_compile.tools.planning.weights import (
     Model,
     from_config,
@@ -35,7 +33,11 @@ from canzona_compile.tools.planning.weights import (
     read_json,
 )
 
-FORMATS = ("table", "json", "html", "perfetto", "markdown")
+FORMATS = ("table", "json", "html", "perfetto", "markdown")  # all but the first have a method of `OfflinePlan` each
+PASSED_ON = (  # arguments of `plan` that are options of the same name
+    *("mesh", "optimizer", "hardware", "strategy", "capacity", "micro_groups", "depth", "numerics"),
+    *("updates", "bucket_bytes", "tokens", "gather", "rank"),
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -77,36 +79,25 @@ def run(given: Namespace) -> int:
     planner = planner_of(given)
     if given.format == "html":
         check_installed()
-    if given.output is not None:
-        check_output(given.output)  # before planning, because a large plan takes a while
+    check_output(given.output, "-o")
     measured = None if given.measured is None else read_measured(given.measured)
     with shown("plan", quiet=given.quiet):
         made = plan(
             model_of(given),
-            mesh=given.mesh,
-            optimizer=given.optimizer,
-            hardware=given.hardware,
-            strategy=given.strategy,
             planner=planner,
             alpha=1.0 if given.alpha is None else given.alpha,
-            capacity=given.capacity,
-            micro_groups=given.micro_groups,
-            depth=given.depth,
-            numerics=given.numerics,
-            updates=given.updates,
-            bucket_bytes=given.bucket_bytes,
-            tokens=given.tokens,
-            gather=given.gather,
-            rank=given.rank,
             alternatives=not given.no_alternatives,
             say=tell,
+            **{name: getattr(given, name) for name in PASSED_ON},
         )
     if measured is not None:
         made = replace(made, forecast=replace(made.forecast, measured=measured))
     if given.format == "table" and given.output is None:
-        Console(width=None if sys.stdout.isatty() else 120).print(made)
-        return 0
-    write(text_of(made, given.format), given.output)
+        show(made)
+    else:
+        write(
+            made.to_text(120) if given.format == "table" else getattr(made, f"to_{given.format}")(), given.output, "-o"
+        )
     return 0
 
 
@@ -130,44 +121,6 @@ def model_of(given: Namespace) -> Model:
     return preset(given.model, split)
 
 
-def text_of(made: OfflinePlan, kind: str) -> str:
-    match kind:
-        case "json":
-            return made.to_json()
-        case "html":
-            return made.to_html()
-        case "perfetto":
-            return made.to_perfetto()
-        case "markdown":
-            return made.to_markdown()
-    return made.to_text(120)
-
-
-def write(text: str, path: str | None) -> None:
-    if path is None:
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # as in a file; a page declares this encoding
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(path, error.strerror or str(error)) from error
-
-
-def check_output(path: str) -> None:
-    """Raise CanzonaError if the path is a folder, or its folder does not exist."""
-    if Path(path).is_dir():
-        raise unwritable(path, "it is a folder")
-    if not Path(path).parent.is_dir():
-        raise unwritable(path, "there is no such folder")
-
-
-def unwritable(path: str, why: str) -> CanzonaError:
-    hint = "name a file in a folder that exists and may be written to"
-    return CanzonaError(f"it cannot be written: {why}", at=f"-o {path}", hint=hint)
-
-
 def add_diff_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("before", metavar="PLAN_A", help="a plan as JSON")
     parser.add_argument("after", metavar="PLAN_B", help="another")
@@ -179,8 +132,5 @@ def run_diff(given: Namespace) -> int:
     for path in (given.before, given.after):
         read_plan(path)  # its errors name the file
     found = difference(read_json(Path(given.before)), read_json(Path(given.after)))
-    if given.json:
-        print(json.dumps(found, indent=1))
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(render(difference_page(found)))
+    show(render(difference_page(found)), partial(json.dumps, found, indent=1) if given.json else None)
     return 0 if found["same"] else 1

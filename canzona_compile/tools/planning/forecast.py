@@ -9,21 +9,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import sympy
 
 from canzona_compile.analysis.flops import dim_symbols, flops_of, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
-from canzona_compile.ir.bucket import BUCKET_BYTES, Bucket
+from canzona_compile.analysis.step_time import load_of
+from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
-from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
-from canzona_compile.machine.hardware import Hardware
+from canzona_compile.ir.step import Phase, Placed, Step, Task
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.passes import relowering_passes
-from canzona_compile.report.build import rank_loads
+from canzona_compile.passes.stagger import ranks_of
+from canzona_compile.report.build import imbalance, rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_flops
 from canzona_compile.simulation.figures import Simulation
@@ -38,11 +39,10 @@ from canzona_compile.tools.planning.figures import (
     TemplateForecast,
     Zero1Forecast,
 )
+from canzona_compile.tools.planning.local import state_leaves
 from canzona_compile.tools.planning.lowered import LoweredPlan
-from canzona_compile.tools.planning.mesh import Mesh
-from canzona_compile.tools.planning.passes import Passes
+from canzona_compile.tools.planning.passes import Request, passes_around
 from canzona_compile.tools.planning.strategies import strategies
-from canzona_compile.tools.planning.weights import Model
 
 ABOUT = {
     "static": "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)",
@@ -53,29 +53,6 @@ ABOUT = {
     "exact": "mixed-integer programming",
     "replicated": "every rank computes everything",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked a forecast for, beside the step.
-
-    Attributes:
-        updates: who applies updates over replicas: "ddp", all of them, or "zero1", the owner's alone.
-        passes: the passes of the model; None unless updates are "zero1".
-        bucket_bytes: the size at which a bucket closes.
-        rank: a global rank whose timeline to show.
-        elementwise: how many matrices the optimizer updates elementwise; they are not in the step.
-    """
-
-    model: Model
-    mesh: Mesh
-    hardware: Hardware
-    options: Options
-    updates: str
-    rank: int | None
-    elementwise: int
-    passes: Passes | None = None
-    bucket_bytes: int = BUCKET_BYTES
 
 
 def forecast(
@@ -119,7 +96,7 @@ def forecast(
         optimizer=step.optimizer,
         matrices=len(step.tasks),
         elements=sum(math.prod(t.shape) for t in step.tasks),
-        elementwise=request.elementwise,
+        elementwise=len(made.owned.elementwise),
         mesh=request.mesh.dims,
         hardware=hardware,
         options=option_texts(request),
@@ -149,9 +126,8 @@ def alternative(name: str, made: LoweredPlan, request: Request, found: Simulatio
         found: its step, simulated.
     """
     step, loads, zero1 = made.scheduled, loads_of(made), None
-    if step.buckets and request.passes is not None:
-        shown = name == name_of(request.options, request)
-        zero1 = zero1_forecast(step.buckets, loads, found, request.passes, shown)
+    if step.buckets:
+        zero1 = zero1_forecast(step.buckets, loads, found, request, name == name_of(request.options, request))
     return Alternative(
         name=name,
         about=ABOUT[name.split()[0]],
@@ -167,7 +143,7 @@ def alternative(name: str, made: LoweredPlan, request: Request, found: Simulatio
 
 def name_of(options: Options, request: Request) -> str:
     """The name of a planner among alternatives; under ZeRO-1 several alphas are compared."""
-    blended = options.planner == "alpha" and request.updates == "zero1"
+    blended = options.planner == "alpha" and request.zero1
     return f"alpha {options.alpha:g}" if blended else options.planner
 
 
@@ -178,7 +154,7 @@ def loads_of(made: LoweredPlan) -> tuple[LoadReport, ...]:
 
 
 def zero1_forecast(
-    buckets: Sequence[Bucket], loads: Sequence[LoadReport], simulation: Simulation, passes: Passes, shown: bool
+    buckets: Sequence[Bucket], loads: Sequence[LoadReport], simulation: Simulation, request: Request, shown: bool
 ) -> Zero1Forecast:
     """Sum up the buckets of a plan, and simulate the passes around its step.
 
@@ -186,14 +162,14 @@ def zero1_forecast(
         buckets: those of the plan; at least one.
         loads: the FLOPs of all ranks.
         simulation: of the step.
-        passes: the passes of the model.
+        request: what the user asked for.
         shown: whether to keep the spans of the passes.
     """
     elements, padding = sum(b.elements for b in buckets), sum(b.padding for b in buckets)
     ranks = len(buckets[0].ranks)
     # Every rank sends all shards but its own, in every data-parallel group.
-    sent = sum(b.starts[-1] * b.dtype.itemsize for b in buckets) * (ranks - 1) * (passes.mesh.ranks // ranks)
-    backward, forward = passes.around(buckets)
+    sent = sum(b.starts[-1] * b.dtype.itemsize for b in buckets) * (ranks - 1) * (request.mesh.ranks // ranks)
+    backward, forward = passes_around(request, buckets)
     step = PhaseForecast("step", simulation.seconds, max((r.exposed for r in simulation.ranks), default=0.0), 0, 0, ())
     counted = sum(b.collectives for b in buckets) if ranks > 1 else 0
     around = [
@@ -211,39 +187,23 @@ def zero1_forecast(
     )
 
 
-def zero1_assumptions(passes: Passes) -> tuple[str, ...]:
-    """List what the figures of ZeRO-1 assume, in words."""
-    return (
-        "only the owner's replica updates a matrix; the owners of slices update the other parameters, in no time",
-        f"{passes.tokens} tokens per data-parallel rank; passes take 6 FLOPs per weight and token, at the rate of"
-        " products; attention, activations and the traffic of tensor parallelism take no time",
-        "an uneven bucket takes a collective per shard, one after the other",
-    )
-
-
-def imbalance(loads: Sequence[LoadReport]) -> float:
-    """FLOPs of the busiest rank over those of the mean rank; 1 if no rank computes anything."""
-    total = sum(one.flops for one in loads)
-    return max(one.flops for one in loads) * len(loads) / total if total else 1.0
-
-
 def template_forecast(
     placed: Placed, tasks: Sequence[Task], times: Mapping[str, PlacedTime], request: Request
 ) -> TemplateForecast:
-    wire, time = wire_formula(placed), times[placed.name]
+    memory, time = symbolic_bytes(placed.compute, placed.template), times[placed.name]
     return TemplateForecast(
         name=placed.name,
         shape=placed.template.shape,
         tasks=len(tasks),
         flops=str(placed.cost),
-        memory=str(symbolic_bytes(placed.compute, placed.template)),
-        wire=str(wire),
+        memory=str(memory),
+        wire=str(wire_formula(placed)),
         flops_value=placed.flops,
-        memory_value=value_of(symbolic_bytes(placed.compute, placed.template), placed),
+        memory_value=flops_of(memory, placed.template.shape),
         wire_value=time.gathered + time.scattered,
         seconds=time.compute.total(request.hardware),
         resident=placed.resident,
-        strategies=strategies(time, tasks, request.hardware, request.updates == "zero1"),
+        strategies=strategies(time, tasks, request.hardware, request.zero1),
     )
 
 
@@ -256,10 +216,6 @@ def wire_formula(placed: Placed) -> sympy.Expr:
     return sympy.expand(total)
 
 
-def value_of(formula: sympy.Expr, placed: Placed) -> int:
-    return flops_of(formula, placed.template.shape)
-
-
 def task_forecast(task: Task, placed: Placed, group: int) -> TaskForecast:
     grid = task.layout.grid
     return TaskForecast(
@@ -268,7 +224,7 @@ def task_forecast(task: Task, placed: Placed, group: int) -> TaskForecast:
         template=task.placed,
         layout=f"{task.layout.placements} on {grid.replicas}x{grid.shards}",
         strategy=str(task.strategy),
-        owner=None if task.owner is None else grid.ranks[task.owner[0]][task.owner[1]],
+        owner=None if task.owner is None else ranks_of(task)[0],
         group=group,
         flops=placed.flops,
     )
@@ -281,9 +237,6 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
     found = []
     for group in step.micro_groups:
         tasks = [step.task(name) for name in group.tasks]
-        work: dict[object, int] = defaultdict(int)
-        for task in tasks:
-            work[task.owner] += placed[task.placed].flops
         grid = tasks[0].layout.grid
         found.append(
             GroupForecast(
@@ -294,7 +247,7 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
                 sent[group.index, str(Phase.GATHER)],
                 sent[group.index, str(Phase.SCATTER)],
                 sent[group.index, str(Phase.EXCHANGE)],
-                max(work.values()),
+                round(load_of(tasks, grid, placed).compute_flops),
             )
         )
     return tuple(found)
@@ -321,8 +274,7 @@ def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
         alike[id(task.layout), task.placed].append(task)
     for (_, name), same_kind in alike.items():
         cut, layout = placed[name], same_kind[0].layout
-        leaves = cut.template.state or tuple(leaf for leaf in cut.template.inputs if leaf.role is Role.STATE)
-        sizes = {leaf: math.prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 8) for leaf in leaves}
+        sizes = {leaf: math.prod(leaf.shape) * size for leaf, size in state_leaves(cut.template)}
         resident = sum(size for leaf, size in sizes.items() if leaf.name in cut.resident)
         spread = sum(n for leaf, n in sizes.items() if leaf.name not in cut.resident and leaf.shape == layout.shape)
         same = sum(sizes.values()) - resident - spread
@@ -332,8 +284,7 @@ def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
                 held[row[s]] += len(same_kind) * (spread * box.numel / numel + same)
                 everywhere[row[s]] += len(same_kind) * sum(sizes.values())
         for task in same_kind if resident else ():
-            owners = layout.grid.members() if task.owner is None else [layout.grid.ranks[task.owner[0]][task.owner[1]]]
-            for rank in owners:
+            for rank in ranks_of(task):
                 held[rank] += resident
     return int(max(held.values(), default=0)), int(max(everywhere.values(), default=0))
 
@@ -343,12 +294,8 @@ def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
     names = ("strategy", "planner", "alpha", "capacity", "micro_groups", "depth", "numerics")
     given = {name: getattr(own, name) for name in names}
     given |= {"micro_groups": own.micro_groups or "chosen", "updates": request.updates}
-    if request.passes is not None:
-        given |= {
-            "bucket_bytes": request.bucket_bytes,
-            "tokens": request.passes.tokens,
-            "gather": request.passes.gather,
-        }
+    if request.zero1:
+        given |= {"bucket_bytes": request.bucket_bytes, "tokens": request.tokens, "gather": request.gather}
     if request.rank is not None:
         given["rank"] = request.rank
     return tuple((name, str(value)) for name, value in given.items())
@@ -374,8 +321,13 @@ def assumptions(request: Request, step: Step) -> tuple[str, ...]:
         "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",
         "gradients are there when the step begins",
     ]
-    if request.passes is not None:
-        found += zero1_assumptions(request.passes)
+    if request.zero1:
+        found += [
+            "only the owner's replica updates a matrix; the owners of slices update the other parameters, in no time",
+            f"{request.tokens} tokens per data-parallel rank; passes take 6 FLOPs per weight and token, at the rate of"
+            " products; attention, activations and the traffic of tensor parallelism take no time",
+            "an uneven bucket takes a collective per shard, one after the other",
+        ]
     elif any(t.layout.grid.replicas > 1 for t in step.tasks):
         found.append("every replica applies all updates, and their exchange is part of the step")
     if request.hardware.assumed:

@@ -14,11 +14,10 @@ def paused() -> Iterator[None]:
     Plans of thousands of ranks make millions of small objects. The collector would look at them again and again, which
     takes a fifth of all time. Few of the objects are in cycles, and the collector frees those afterwards.
     """
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()

@@ -63,12 +63,23 @@ def hidden_names(module: nn.Module) -> set[str]:
     return {name for name, _ in hidden_matrices(module, batch_dims=True).matrices}
 
 
-def with_held(model: Model, held: dict[str, int]) -> Model:
-    """Give a model the weights that an optimizer holds, its vectors among them, in the optimizer's order."""
+def with_held(model: Model, held: dict[str, int], in_order: bool) -> Model:
+    """Give a model the weights that an optimizer holds, with their parameter groups.
+
+    Args:
+        model: of a module, with all of its parameters.
+        held: what `held_by` found.
+        in_order: whether the weights keep the order of the module, and the other parameters stay, as under ZeRO-1; else
+            the weights are all that the optimizer holds, its vectors among them, in its order.
+    """
+    if in_order:
+        weights, everything = (
+            tuple(replace(w, group=held.get(w.name, 0)) for w in own) for own in (model.weights, model.parameters)
+        )
+        return replace(model, weights=weights, parameters=everything)
     by_name = {weight.name: weight for weight in model.everything}
-    weights = (replace(by_name[name], elementwise=False, group=g) for name, g in held.items() if name in by_name)
-    changed = replace(model, weights=tuple(weights), parameters=())
-    return replace(changed, others=model.others + model.elements - changed.elements)
+    found = (replace(by_name[name], elementwise=False, group=g) for name, g in held.items() if name in by_name)
+    return replace(model, weights=tuple(found), parameters=())
 
 
 def dealt(model: Model, chain: Chain) -> Model:
@@ -110,5 +121,4 @@ def model_of_chain(module: nn.Module, chain: Chain, in_order: bool) -> Model:
     everything = tuple(
         replace(by_name[name], member=m, group=g) for name, (m, g) in ((name, found[name]) for name in order)
     )
-    changed = replace(model, weights=tuple(w for w in everything if not w.elementwise), parameters=everything)
-    return replace(changed, others=model.others + model.elements - changed.elements)
+    return replace(model, weights=tuple(w for w in everything if not w.elementwise), parameters=everything)

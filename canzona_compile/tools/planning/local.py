@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.step import Role, Step, Task, Template
+from canzona_compile.ir.step import Leaf, Role, Step, Task, Template
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.tools.planning.figures import LocalForecast
 from canzona_compile.tools.planning.offline import Captured
@@ -33,7 +33,7 @@ def local_forecast(begun: Captured, owned: Step, buckets: Sequence[Bucket], hard
     kinds = {name: templates[task.template] for name, task in tasks.items()}
     per_element = {t.name: graph_time(t.graph, hardware).seconds / max(1, math.prod(t.shape)) for t in kinds.values()}
     held: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
-    for name, rank, count in (in_buckets if buckets else in_layouts)(tasks, buckets):
+    for name, rank, count in updated(tasks, buckets):
         shared, alone = state_bytes(kinds[name])
         own = held[rank]
         own[0] += count
@@ -50,30 +50,32 @@ def local_forecast(begun: Captured, owned: Step, buckets: Sequence[Bucket], hard
     )
 
 
-def in_layouts(tasks: dict[str, Task], _: Sequence[Bucket]) -> Iterator[tuple[str, int, int]]:
-    """By parameter and rank, how many elements the rank updates: those that it holds."""
+def updated(tasks: Mapping[str, Task], buckets: Sequence[Bucket]) -> Iterator[tuple[str, int, int]]:
+    """By parameter and rank, how many elements the rank updates: those that it owns in buckets, or else those it holds.
+
+    Ranks of buckets are data-parallel ones.
+    """
+    if buckets:
+        parts = (part for bucket in buckets for part in bucket.slices)
+        yield from ((part.name, part.owner, part.length) for part in parts if part.name in tasks)
+        return
     for name, task in tasks.items():
-        for shard, box in enumerate(task.layout.boxes):
-            for row in task.layout.grid.ranks:
-                yield name, row[shard], box.numel
-
-
-def in_buckets(tasks: dict[str, Task], buckets: Sequence[Bucket]) -> Iterator[tuple[str, int, int]]:
-    """By parameter and data-parallel rank, how many elements the rank updates: those that it owns."""
-    for bucket in buckets:
-        for part in bucket.slices:
-            if part.name in tasks:
-                yield part.name, part.owner, part.length
+        for row in task.layout.grid.ranks:
+            yield from ((name, rank, box.numel) for rank, box in zip(row, task.layout.boxes, strict=True))
 
 
 def state_bytes(template: Template) -> tuple[int, int]:
     """Bytes of state for each element of the parameter, and those that do not depend on its size."""
-    leaves = template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)
     shared = alone = 0
-    for leaf in leaves:
-        size = leaf.dtype.itemsize if leaf.dtype else 8
+    for leaf, size in state_leaves(template):
         if leaf.shape == template.shape and leaf.shape:
             shared += size
         else:
             alone += size * math.prod(leaf.shape)
     return shared, alone
+
+
+def state_leaves(template: Template) -> list[tuple[Leaf, int]]:
+    """The leaves of a template's state, each with the bytes of one of its elements, or of a number."""
+    leaves = template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)
+    return [(leaf, leaf.dtype.itemsize if leaf.dtype else 8) for leaf in leaves]

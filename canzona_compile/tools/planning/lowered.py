@@ -13,6 +13,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.session.plan import lower
 from canzona_compile.tools.planning.mesh import Mesh
+from canzona_compile.tools.planning.offline import Captured
 
 DIMS = ("dp", "tp")  # of a mesh for ZeRO-1
 
@@ -35,31 +36,29 @@ class Lowering:
     """Lowers the captured step of a model, as `wrap` or `zero1` does.
 
     Attributes:
-        captured: the step of all tasks; under ZeRO-1 with those of elementwise parameters.
+        begun: the step of all tasks; under ZeRO-1 with those of elementwise parameters.
         mesh: the ranks.
         bucket_bytes: the size at which a bucket closes; None without ZeRO-1.
-        members: for each optimizer of a chain, its class and the names of its tasks.
     """
 
-    captured: Step
+    begun: Captured
     mesh: Mesh
     bucket_bytes: int | None
-    members: tuple[tuple[str, frozenset[str]], ...]
 
     def __call__(self, options: Options) -> LoweredPlan:
-        owned, _ = run(self.captured, planning_passes(options))
+        owned, _ = run(self.begun.step, planning_passes(options))
         return self.scheduled(owned, options)
 
     def scheduled(self, owned: Step, options: Options) -> LoweredPlan:
         """Lower a step that has owners."""
         if self.bucket_bytes is None:
-            own = [[task.name for task in owned.tasks if task.name in names] for _, names in self.members]
+            own = [[task.name for task in owned.tasks if task.name in names] for _, names in self.begun.members]
             steps = [lower(owned, names, options)[0] for names in own]
-            named = [replace(s, optimizer=kind) for s, (kind, _) in zip(steps, self.members, strict=True)]
+            named = [replace(s, optimizer=kind) for s, (kind, _) in zip(steps, self.begun.members, strict=True)]
             return LoweredPlan(owned, in_sequence(named))
         ranks = data_parallel_ranks(self.mesh)
         joint, _ = run(owned, zero1_passes(ranks, self.bucket_bytes, frozenset(), ranks[0]))
-        return LoweredPlan(owned, schedule_of(joint, [names for _, names in self.members], options))
+        return LoweredPlan(owned, schedule_of(joint, [names for _, names in self.begun.members], options))
 
 
 def data_parallel_ranks(mesh: Mesh) -> tuple[int, ...]:

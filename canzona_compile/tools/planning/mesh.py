@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -48,6 +48,14 @@ class Mesh:
         for name, size in self.dims:
             found = found * size + at.get(name, 0)
         return found
+
+    def places(self, names: Sequence[str]) -> list[dict[str, int]]:
+        """All places on some dims, in the order of ranks."""
+        return [dict(zip(names, at, strict=True)) for at in product(*(range(self.size(name)) for name in names))]
+
+    def part(self, names: Sequence[str]) -> Mesh:
+        """A mesh of some dims."""
+        return Mesh(tuple((name, self.size(name)) for name in names))
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.dims)
@@ -128,8 +136,7 @@ class WeightSharding:
         key = (weight.shape, weight.tensor_dim, weight.experts, *fixed.items())
         if key not in self._layouts:
             dims = self._expert_dims(weight) if weight.experts else ()
-            parts = product(*(range(self.mesh.size(name)) for name in dims))
-            found = (self._layout(weight, fixed | dict(zip(dims, part, strict=True)), dims) for part in parts)
+            found = (self._layout(weight, fixed | part, dims) for part in self.mesh.places(dims))
             self._layouts[key] = tuple(layout for layout in found if prod(layout.shape))
         return self._layouts[key]
 
@@ -146,29 +153,17 @@ class WeightSharding:
         dims = [name for name in self._dims if name not in fixed]
         rows = [name for name in dims if isinstance(sharding[name], Replicate)]
         columns = [name for name in dims if name not in rows]
-
-        def coordinates(names: list[str]) -> list[dict[str, int]]:
-            return [dict(zip(names, at, strict=True)) for at in product(*(range(self.mesh.size(n)) for n in names))]
-
-        cut = coordinates(columns)
+        cut = self.mesh.places(columns)
         grid = Grid(
-            tuple(tuple(self.mesh.rank({**fixed, **row, **column}) for column in cut) for row in coordinates(rows))
+            tuple(tuple(self.mesh.rank({**fixed, **row, **column}) for column in cut) for row in self.mesh.places(rows))
         )
         # torch sees FSDP over `fsdp` and `ep` as one flattened dim.
         merged = [n for n in columns if n in ("fsdp", "ep")]
         single = [n for n in columns if n not in merged[1:]]
-        sizes = [prod(self.mesh.size(m) for m in merged) if n in merged else self.mesh.size(n) for n in single]
-        placements = [sharding[n] for n in single]
-        boxes = []
-        for column in cut:
-            at = []
-            for name in single:
-                place = 0
-                for part in merged if name in merged else [name]:
-                    place = place * self.mesh.size(part) + column[part]
-                at.append(place)
-            boxes.append(fragment(shape, sizes, placements, at))
-        return Layout(shape, grid, tuple(boxes), self._text([*single, *dealt], rows, sharding))
+        flat = [self.mesh.part(merged if n in merged else [n]) for n in single]
+        sizes, placements = [own.ranks for own in flat], [sharding[n] for n in single]
+        boxes = tuple(fragment(shape, sizes, placements, [own.rank(column) for own in flat]) for column in cut)
+        return Layout(shape, grid, boxes, self._text([*single, *dealt], rows, sharding))
 
     @cached_property
     def _dims(self) -> list[str]:

@@ -52,8 +52,8 @@ def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
     if name == WHOLE_MODEL:
         vector = Parameter(torch.zeros(2, device="cpu"))
         return made(lambda: plain_muon_adamw([one_matrix()], [vector], **arguments), "muon_adamw(model)")
-    module, colon, attribute = NAMED.get(name, name).partition(":")
-    if not (module and colon and attribute):
+    module, _, attribute = NAMED.get(name, name).partition(":")
+    if not (module and attribute):
         raise CanzonaError(
             f"there is no optimizer {name!r}",
             hint=f"one of {', '.join((WHOLE_MODEL, *NAMED))}, or module:Class of your own",
@@ -97,11 +97,6 @@ def made(make: Callable[[], Optimizer], call: str) -> Optimizer:
         ) from error
 
 
-def in_chain(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers of a chain; of any other optimizer, itself."""
-    return optimizer.optimizers if isinstance(optimizer, Chain) else (optimizer,)
-
-
 @dataclass(frozen=True, slots=True)
 class Captured:
     """What a plan begins with.
@@ -141,7 +136,8 @@ def captured_step(
     """
     check(mesh, model)
     sharding = WeightSharding(mesh, model.layers, model.experts)
-    chained, members = isinstance(optimizer, Chain), in_chain(optimizer)
+    chained = isinstance(optimizer, Chain)
+    members = optimizer.optimizers if isinstance(optimizer, Chain) else (optimizer,)
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))

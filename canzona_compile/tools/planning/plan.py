@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,19 +22,18 @@ from canzona_compile.ir.step import Step
 from canzona_compile.machine.hardware import Hardware, Machine, named_hardware
 from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
-from canzona_compile.tools.planning.forecast import Request, forecast
+from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.held import dealt, held_by, hidden_names, model_of_chain, with_held
 from canzona_compile.tools.planning.local import local_forecast
 from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
-from canzona_compile.tools.planning.passes import TOKENS, Passes
+from canzona_compile.tools.planning.passes import TOKENS, Request, Updates
 from canzona_compile.tools.planning.period import period_forecast
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 
-Updates = Literal["ddp", "zero1"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
 ALPHAS = (0.0, 0.5, 1.0)  # of the alternatives under ZeRO-1
 Say = Callable[[str], None]
@@ -125,19 +124,15 @@ def plan(
         planner=planner,
         alpha=alpha,
     )
+    request = Request(found, sizes, rates, options, updates, bucket_bytes, tokens, gather, rank)
     say("capturing the optimizer's step")
-    apart = updates == "zero1"
-    begun = captured_step(found, sizes, code, machine_of(rates, sizes), everything=apart)
-    captured = begun.step
-    say(f"planning {len(captured.tasks)} parameters on {sizes.ranks} ranks")
-    owned, _ = run(captured, planning_passes(options))
+    begun = captured_step(found, sizes, code, machine_of(rates, sizes), everything=request.zero1)
+    say(f"planning {len(begun.step.tasks)} parameters on {sizes.ranks} ranks")
+    owned, _ = run(begun.step, planning_passes(options))
     if capacity is not None:
         check_capacity(owned, capacity)
-    lowering = Lowering(captured, sizes, bucket_bytes if apart else None, begun.members)
+    lowering = Lowering(begun, sizes, bucket_bytes if request.zero1 else None)
     made = lowering.scheduled(owned, options)
-    passes = Passes(found, sizes, rates, tokens, gather) if apart else None
-    elementwise = len(captured.tasks) - len(owned.tasks)
-    request = Request(found, sizes, rates, options, updates, rank, elementwise, passes, bucket_bytes)
     others: dict[str, Callable[[], LoweredPlan]] = {}
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
         others = alternative_plans(lowering, options)
@@ -167,8 +162,7 @@ def model_of(
         held = held_by(optimizer, given) if isinstance(optimizer, Optimizer) else None
         if held is None:
             return from_module(given, hidden_names(given))
-        model = from_module(given, held)
-        return with_held(model, held) if updates == "ddp" else model
+        return with_held(from_module(given, held), held, in_order=updates == "zero1")
     return from_shapes(given, "shapes", "model")
 
 

@@ -8,14 +8,12 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.report.markdown import markdown
-from canzona_compile.report.terminal import printed, render
+from canzona_compile.report.page import PageModel
+from canzona_compile.report.terminal import Printable
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.plan_page import brief_page, plan_page
@@ -23,7 +21,7 @@ from canzona_compile.tools.planning.trace import trace
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class OfflinePlan(JupyterMixin):
+class OfflinePlan(Printable):
     """What `canzona_compile.plan` returns: print it, also with rich or in a notebook.
 
     Attributes:
@@ -31,6 +29,8 @@ class OfflinePlan(JupyterMixin):
         file: the decisions, for `wrap(..., plan=)`.
         forecast: all figures.
     """
+
+    text_width = 100
 
     step: Step
     file: PlanFile
@@ -57,7 +57,7 @@ class OfflinePlan(JupyterMixin):
         check_installed()
         from canzona_compile.report.html import html
 
-        return html(plan_page(self.forecast))
+        return html(self.page())
 
     def to_perfetto(self) -> str:
         """Write a trace for ui.perfetto.dev or chrome://tracing."""
@@ -67,15 +67,9 @@ class OfflinePlan(JupyterMixin):
         """Write tables to paste into a document or an issue."""
         return markdown(brief_page(self.forecast))
 
-    def to_text(self, width: int = 100) -> str:
-        """Render the plan without colours, `width` columns wide."""
-        return printed(self, width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield render(plan_page(self.forecast))
-
-    def __str__(self) -> str:
-        return self.to_text()
+    def page(self) -> PageModel:
+        """All figures, as people read them."""
+        return plan_page(self.forecast)
 
     def __repr__(self) -> str:
         return f"<OfflinePlan {self.forecast.model} on {dict(self.forecast.mesh)} {self.fingerprint[:12]}>"

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from canzona_compile.machine.hardware import Hardware
+from canzona_compile.report.sections import rows_without_overlap
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 
@@ -62,21 +63,19 @@ def written(simulation: Simulation, hardware: Hardware, other: Mapping[str, Any]
     }
 
 
-def tracks(all_spans: Sequence[Span]) -> list[int]:
-    """Give each span the lowest row of its stream in which it overlaps no other span: nearly always 0.
+def tracks(spans: Sequence[Span]) -> list[int]:
+    """Give each span a row of its stream: nearly always 0.
 
     If communication takes the processors, a rank may move parts of two collectives at once.
     """
-    rows = [0] * len(all_spans)
-    free: dict[tuple[int, str], list[float]] = defaultdict(list)  # when each row is free again
-    for i in sorted(range(len(all_spans)), key=lambda i: (all_spans[i].start, all_spans[i].end)):
-        span = all_spans[i]
-        ends = free[span.rank, span.stream]
-        row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))
-        if row == len(ends):
-            ends.append(0.0)
-        ends[row], rows[i] = span.end, row
-    return rows
+    found = [0] * len(spans)
+    streams: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for i, span in enumerate(spans):
+        streams[span.rank, span.stream].append(i)
+    for own in streams.values():
+        for i, row in zip(own, rows_without_overlap([(spans[i].start, spans[i].end) for i in own]), strict=True):
+            found[i] = row
+    return found
 
 
 def names(simulation: Simulation, hardware: Hardware, rows: Sequence[int]) -> Iterator[TraceEvent]:

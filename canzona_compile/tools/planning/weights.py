@@ -56,6 +56,10 @@ class ModelWeight:
     member: int = 0
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def lookup(self) -> bool:
         """Whether, by its name, a token only looks up a row of it."""
         return self.elementwise and any(p in ("wte", "wpe") or "embed" in p for p in self.name.lower().split("."))
@@ -67,7 +71,6 @@ class Model:
 
     Attributes:
         weights: the matrices that the matrix optimizer updates.
-        others: elements of all other parameters (embeddings, head, norms), which another optimizer updates.
         heads, kv_heads: numbers that the size of tensor parallelism must divide; 0 if unknown.
         experts: a number that the size of expert parallelism must divide; 0 if there are none.
         active: elements of the weights that a token uses, the head included; 0 if unknown.
@@ -78,7 +81,6 @@ class Model:
     name: str
     weights: tuple[ModelWeight, ...]
     layers: int
-    others: int = 0
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
@@ -87,16 +89,12 @@ class Model:
 
     @property
     def elements(self) -> int:
-        return sum(elements(w.shape) for w in self.weights)
+        return sum(w.elements for w in self.weights)
 
     @property
     def everything(self) -> tuple[ModelWeight, ...]:
         """All parameters in the order of the model."""
         return self.parameters or self.weights
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +129,10 @@ class Decoder:
         everything.append(ModelWeight("norm.weight", (self.hidden,), last, elementwise=True))
         if not self.tied:
             everything.append(ModelWeight("lm_head.weight", table, last, 0, elementwise=True))
-        embedding = elements(table)
-        others = sum(elements(w.shape) for w in everything if w.elementwise)
-        dense = sum(elements(w.shape) for w in weights if w.expert is None)
-        routed = sum(elements(w.shape) for w in weights if w.expert is not None)
-        active = dense + (routed * self.top_k // self.experts if self.experts else 0) + embedding
-        counts = (self.layers, others, self.heads, self.kv_heads, self.experts, active)
+        dense = sum(w.elements for w in weights if w.expert is None)
+        routed = sum(w.elements for w in weights if w.expert is not None)
+        active = dense + (routed * self.top_k // self.experts if self.experts else 0) + everything[0].elements
+        counts = (self.layers, self.heads, self.kv_heads, self.experts, active)
         return Model(name, weights, *counts, tuple(everything))
 
     def layer(self, split: tuple[str, ...]) -> Iterator[ModelWeight]:
@@ -167,23 +163,7 @@ class Decoder:
 def presets() -> Mapping[str, Decoder]:
     """Return Qwen3's models by name."""
     found = json.loads(PRESETS.read_text(encoding="utf-8"))
-    common = found["_common"]
-    return {
-        name: Decoder(
-            layers=own["layers"],
-            hidden=own["hidden"],
-            intermediate=own.get("moe_intermediate", own.get("intermediate")),
-            heads=own["heads"],
-            kv_heads=own["kv_heads"],
-            head_dim=common["head_dim"],
-            vocab=common["vocab"],
-            tied=own["tied"],
-            experts=own.get("experts", 0),
-            top_k=own.get("top_k", 0),
-        )
-        for name, own in found.items()
-        if not name.startswith("_")
-    }
+    return {name: Decoder(**found["_common"], **own) for name, own in found.items() if not name.startswith("_")}
 
 
 def preset(name: str, split: tuple[str, ...]) -> Model:
@@ -205,33 +185,30 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     """
     config = read_json(path)
     at = str(path)
-    count = partial(count_in, config, at)
+    count, wrong = partial(count_in, config, at), partial(CanzonaError, at=at)
     heads, hidden = count("num_attention_heads"), count("hidden_size")
     head_dim = count("head_dim", default=0)
     if not head_dim:
         if hidden % heads:
-            raise CanzonaError(f"hidden_size {hidden} is no multiple of {heads} heads", at=at, hint="add head_dim")
+            raise wrong(f"hidden_size {hidden} is no multiple of {heads} heads", hint="add head_dim")
         head_dim = hidden // heads
     kv_heads = count("num_key_value_heads", default=heads)
     if heads % kv_heads:
-        raise CanzonaError(
+        raise wrong(
             f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
-            at=at,
             hint="without num_key_value_heads every head has keys and values of its own",
         )
     experts = count("num_experts", "num_local_experts", "n_routed_experts", default=0)
     wide = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     top_k = count("num_experts_per_tok", default=1) if experts else 0
     if top_k > experts:
-        raise CanzonaError(
+        raise wrong(
             f"num_experts_per_tok {top_k} is more than the {experts} experts",
-            at=at,
             hint="it is how many a token meets",
         )
     if strange := [name for name, usual in USUAL.items() if config.get(name) not in usual]:
-        raise CanzonaError(
+        raise wrong(
             f"{strange[0]} is {config[strange[0]]!r}, of which it does not follow which matrices each layer has",
-            at=at,
             hint="name the matrices and their shapes by --params",
         )
     decoder = Decoder(
@@ -249,9 +226,8 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     matrices = decoder.layers * (4 + 3 * max(1, experts))
     largest = hidden * max(2 * decoder.intermediate, 3 * heads * head_dim)
     if matrices > MOST_MATRICES or largest > MOST_ELEMENTS:
-        raise CanzonaError(
+        raise wrong(
             f"{matrices} matrices of up to {largest} elements are no model",
-            at=at,
             hint="look at num_hidden_layers, hidden_size, intermediate_size, head_dim and the number of experts",
         )
     return decoder.model(str(config.get("model_type", path.stem)), split)
@@ -298,7 +274,6 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
         name,
         weights,
         1 + max(w.layer for w in weights),
-        sum(elements(w.shape) for w in everything if w.elementwise),
         experts=math.gcd(*(w.shape[0] for w in weights if w.experts)),
         parameters=() if len(weights) == len(everything) else tuple(everything),
     )
@@ -310,52 +285,47 @@ def weight_of(key: Any, value: Any, at: str) -> ModelWeight:
     Raises:
         CanzonaError: it is absurd.
     """
-    place = f"{at}: {key}"
     if not isinstance(key, str) or not key.isprintable() or not key:
         raise CanzonaError(f"{key!r} is no name of a parameter", at=at, hint="names have printable characters")
+    wrong = partial(CanzonaError, at=f"{at}: {key}")
     entry = value if isinstance(value, Mapping) else {"shape": value}
     shape, apart = entry.get("shape"), entry.get("elementwise", False)
     if not isinstance(apart, bool):
-        raise CanzonaError(f"elementwise is {apart!r}, neither true nor false", at=place)
+        raise wrong(f"elementwise is {apart!r}, neither true nor false")
     if (
         not isinstance(shape, list | tuple)
         or (len(shape) < 2 and not apart)
         or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
     ):
-        raise CanzonaError(
+        raise wrong(
             f"its shape is {shape!r}, not two or more positive integers",
-            at=place,
             hint='[rows, columns], or {"shape": [rows, columns], "tp": 0}',
         )
-    if elements(tuple(shape)) > MOST_ELEMENTS:
-        raise CanzonaError(
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise wrong(
             f"its shape {list(shape)} has more than 2^48 elements",
-            at=place,
             hint="a size is a number of elements",
         )
     if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer", "elementwise"}):
-        raise CanzonaError(
+        raise wrong(
             f"there is no field {unknown[0]!r}",
-            at=place,
             hint="there are shape, tp, experts, layer and elementwise",
         )
     cut = entry.get("tp")
     if cut is not None and (not whole(cut) or cut >= len(shape)):
-        raise CanzonaError(
+        raise wrong(
             f"tp is {cut!r}, no dim of {list(shape)}",
-            at=place,
             hint="the dim that tensor parallelism cuts, or leave it out",
         )
     if entry.get("experts") is True and cut == 0:
-        raise CanzonaError("tp is 0, the dim of experts", at=place, hint="the mesh dim ep deals experts out")
+        raise wrong("tp is 0, the dim of experts", hint="the mesh dim ep deals experts out")
     layer = entry.get("layer", layer_of(key))
     if not whole(layer):
-        raise CanzonaError(f"layer is {layer!r}, no number of a layer", at=place, hint="0 is the first")
+        raise wrong(f"layer is {layer!r}, no number of a layer", hint="0 is the first")
     stack = entry.get("experts", False)
     if not isinstance(stack, bool) or (stack and len(shape) < 3):
-        raise CanzonaError(
+        raise wrong(
             f"experts is {stack!r} for a shape of {len(shape)} dims",
-            at=place,
             hint="true says that the first of three or more dims is one of experts",
         )
     return ModelWeight(key, tuple(shape), layer, cut, None, stack, apart)
@@ -375,8 +345,7 @@ def from_module(module: nn.Module, matrices: Collection[str]) -> Model:
         for n, p in named.items()
         if n in shapes or (p.requires_grad and p.numel())
     }
-    model = from_shapes(shapes, type(module).__name__, "the module")
-    return replace(model, others=sum(p.numel() for p in module.parameters()) - model.elements)
+    return from_shapes(shapes, type(module).__name__, "the module")
 
 
 def layer_of(name: str) -> int:

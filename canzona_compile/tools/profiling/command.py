@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 
-from rich.console import Console
-
 from canzona_compile.compat.telling import shown
+from canzona_compile.tools.output import show
 from canzona_compile.tools.profiling.profile import profile
 from canzona_compile.tools.verification.command import add_run_arguments, run_arguments
 
@@ -27,8 +25,5 @@ def run(given: Namespace) -> int:
     """Measure, print the report, and return the exit code, which is 0."""
     with shown("profile", quiet=given.quiet):
         found = profile(given.build, steps=given.steps, trace=given.trace, rates=given.rates, **run_arguments(given))
-    if given.json:
-        print(found.report.to_json())
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(found.report)
+    show(found.report, found.report.to_json if given.json else None)
     return 0

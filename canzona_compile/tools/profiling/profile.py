@@ -12,6 +12,7 @@ from typing import Any
 from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import Hardware, hardware_of
 from canzona_compile.report.build import Report
+from canzona_compile.tools.output import check_output, write
 from canzona_compile.tools.processes import run_ranks
 from canzona_compile.tools.profiling.rank_profile import RankProfile, run_profiled
 from canzona_compile.tools.profiling.real_trace import real_trace
@@ -71,9 +72,8 @@ def profile(
     if steps < 1:
         raise CanzonaError(f"steps={steps} measures nothing", hint="5 steps say enough")
     check_arguments(max(2, steps), ranks, layout, limit, options)
-    for path in (trace, rates):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise CanzonaError("there is no such folder", at=str(path), hint="make it first: measuring takes a while")
+    check_output(trace, "trace")
+    check_output(rates, "rates")
     log.info("profile %s: %d ranks, %d steps", name_of(build), ranks, steps)
     order = Order(packed(build), steps, layout, seed, options)
     outcomes: list[RankProfile] = run_ranks(ranks, run_profiled, (order, rates is not None), limit)
@@ -82,9 +82,9 @@ def profile(
     found = StepProfile(report, tuple(outcomes), outcomes[0].learnt)
     if trace is not None:
         made = real_trace(found.ranks, name_of(build), report.optimizer, hardware_of(report.machine))
-        Path(trace).write_text(json.dumps(made), encoding="utf-8")
+        write(json.dumps(made), trace, "trace")
         log.info("%s: a trace of %d ranks; open it with ui.perfetto.dev", trace, ranks)
     if rates is not None and found.learnt is not None:
-        Path(rates).write_text(found.learnt.to_json(), encoding="utf-8")
+        write(found.learnt.to_json(), rates, "rates")
         log.info("%s: learnt %s", rates, ", ".join(found.learnt.measured))
     return found

@@ -7,6 +7,7 @@ joined by arrows among the ranks that take part.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from canzona_compile.machine.hardware import Hardware
@@ -30,9 +31,7 @@ def real_trace(profiles: Sequence[RankProfile], model: str, optimizer: str, hard
     flows: dict[tuple[Any, ...], int] = {}
     found = [span for own in profiles for span in spans_of(own, flows)]
     begin = min((span.start for span in found), default=0.0)
-    moved = tuple(
-        Span(s.rank, s.stream, s.act, s.group, s.start - begin, s.end - begin, s.tasks, s.bytes, s.flow) for s in found
-    )
+    moved = [replace(span, start=span.start - begin, end=span.end - begin) for span in found]
     seconds = max((span.end for span in moved), default=0.0)
     ranks = tuple(sorted(own.rank for own in profiles))
     bound = max((own.offset.bound for own in profiles), default=0.0)

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 
 from canzona_compile.compat.telling import tell
 from canzona_compile.ir.options import NOT_YET_OPTIONS, Options
+from canzona_compile.tools.output import check_output, write
 from canzona_compile.tools.processes import ProcessCall, run_ranks
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans
@@ -86,11 +87,12 @@ def verify(
         One row per leaf, and how each parameter was updated. Leaves that differ raise nothing: look at `.ok`.
 
     Raises:
-        CanzonaError: there is nothing to compare: `build` failed or returned something else, `wrap` refuses the
-            optimizer, a process died, or the limit is over. All processes have ended then.
+        CanzonaError: the file cannot be, or there is nothing to compare: `build` failed or returned something else,
+            `wrap` refuses the optimizer, a process died, or the limit is over. All processes have ended then.
     """
     options = dict(options or {})
     check_arguments(steps, ranks, layout, limit, options)
+    check_output(json, "json")
     if layout == "zero1" and ranks & (ranks - 1):
         raise CannotVerify(
             f"zero1 averages gradients, which rounds on {ranks} ranks, so bits would differ from the plain optimizer's",
@@ -123,7 +125,7 @@ def verify(
         everywhere=first.everywhere,
     )
     if json is not None:
-        Path(json).write_text(f"{found.to_json()}\n", encoding="utf-8")
+        write(f"{found.to_json()}\n", json, "json")
     return found
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any, get_args
-
-from rich.console import Console
 
 from canzona_compile.compat.telling import shown
 from canzona_compile.ir.options import MissingGrads, Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
+from canzona_compile.tools.output import show
 from canzona_compile.tools.verification.check import OPTIONS, verify
 from canzona_compile.tools.verification.layouts import LayoutName
 
@@ -57,8 +55,5 @@ def run(given: Namespace) -> int:
     """Verify, print the result, and return the exit code: 0 if all is equal, 1 if not."""
     with shown("verify", quiet=given.quiet):
         found = verify(given.build, steps=given.steps, **run_arguments(given))
-    if given.json:
-        print(found.to_json())
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(found)
+    show(found, found.to_json if given.json else None)
     return 0 if found.ok else 1

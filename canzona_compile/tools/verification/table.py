@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.errors import some
-from canzona_compile.report.sections import columns, names_by_reason
+from canzona_compile.report.sections import names_by_reason
+from canzona_compile.report.terminal import columns
 from canzona_compile.report.units import format_dtype, plural
 from canzona_compile.tools.verification.findings import Findings, LeafDifference
 
