@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.console import RenderableType
-
 from canzona_compile.errors import some
 from canzona_compile.ir.pipeline import PassHistory, PassRecord
 from canzona_compile.report.page import PageModel, PageTable
-from canzona_compile.report.terminal import render
+from canzona_compile.report.terminal import Printable
 
 
 @dataclass(frozen=True, slots=True)
-class PassTable(PassHistory):
-    """What each pass did, in order. `rich.print` shows it as a table."""
+class PassTable(PassHistory, Printable):
+    """What each pass did, in order; print it."""
 
-    def __rich__(self) -> RenderableType:
+    text_width = 120
+
+    def page(self) -> PageModel:
         rows = tuple(
             (
                 *(record.name, record.after.form.name.lower(), f"{record.seconds * 1e3:.1f}"),
@@ -24,9 +24,7 @@ class PassTable(PassHistory):
             )
             for record in self.records
         )
-        return render(
-            PageModel((PageTable(("pass", "form", "ms:>", "nodes:>", "operators"), rows, "passes", framed=True),))
-        )
+        return PageModel((PageTable(("pass", "form", "ms:>", "nodes:>", "operators"), rows, "passes", framed=True),))
 
 
 def operators(record: PassRecord) -> str:

@@ -19,10 +19,19 @@ def format_flops(flops: float) -> str:
     Returns:
         Two decimals and a decimal prefix: "1.23 GFLOP".
     """
-    for size, prefix in PREFIXES:
-        if flops >= size:
-            return f"{flops / size:.2f} {prefix}FLOP"
-    return f"{flops:.0f} FLOP"
+    size, prefix = prefixed(flops)
+    return f"{flops / size:.{2 if prefix else 0}f} {prefix}FLOP"
+
+
+def format_count(count: float) -> str:
+    """Format a count with a decimal prefix: "440.4 M"."""
+    size, prefix = prefixed(count)
+    return f"{count / size:.4g} {prefix}".rstrip()
+
+
+def prefixed(value: float) -> tuple[float, str]:
+    """The largest decimal prefix that is not larger than a value, and what it stands for."""
+    return next((unit for unit in PREFIXES if value >= unit[0]), (1.0, ""))
 
 
 def format_bytes(count: float) -> str:

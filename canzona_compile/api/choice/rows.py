@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from canzona_compile.ir.layout import Shape
+from canzona_compile.report.page import PageModel, PageTable, Words, note
+from canzona_compile.report.terminal import Printable
+from canzona_compile.report.units import format_count, format_shape, plural
 
 STYLES = {"matrix": "green", "other": "cyan", "frozen": "dim"}
 TOTALS = {"matrix": "matrices", "other": "others", "frozen": "frozen"}
-UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 NamedParams = list[tuple[str, nn.Parameter]]
 
 
@@ -45,7 +42,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Choice(JupyterMixin):
+class Choice(Printable):
     """Which parameters are hidden matrices, and why; print it: equal parameters of repeated layers share a line.
 
     Attributes:
@@ -53,6 +50,8 @@ class Choice(JupyterMixin):
         matrices: the hidden matrices with their names, as torch.optim.Muon takes them.
         others: all other trained parameters with their names, as torch.optim.AdamW takes them.
     """
+
+    text_width = 120
 
     rows: tuple[Row, ...]
     matrices: NamedParams = field(compare=False)
@@ -62,25 +61,20 @@ class Choice(JupyterMixin):
         """The rows as dicts, lists and plain values."""
         return {"rows": [asdict(row) for row in self.rows]}
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title="hidden matrices and other parameters", title_justify="left")
-        for column in ("parameter", "", "shape", "elements", "kind", "why"):
-            table.add_column(column, overflow="fold", justify="right" if column in ("", "elements") else "left")
-        for rows in alike(self.rows):
-            one, elements = rows[0], format_count(sum(row.elements for row in rows))
-            shape = "x".join(map(str, one.shape)) or "scalar"
-            repeats, kind = f"x {len(rows)}" if len(rows) > 1 else "", Text(one.kind, STYLES[one.kind])
-            table.add_row(Text(shared_name(rows)), repeats, shape, elements, kind, Text(one.why))
-        yield table
-        yield Text("\n".join(totals(self.rows)))
+    def page(self) -> PageModel:
+        rows = []
+        for own in alike(self.rows):
+            one, elements = own[0], format_count(sum(row.elements for row in own))
+            repeats = f"x {len(own)}" if len(own) > 1 else ""
+            look = Words(one.kind, STYLES[one.kind])
+            rows.append((shared_name(own), repeats, format_shape(one.shape), elements, look, one.why))
+        headers, title = (
+            ("parameter", ":>", "shape", "elements:>", "kind", "why"),
+            "hidden matrices and other parameters",
+        )
+        return PageModel((PageTable(headers, tuple(rows), title, framed=True), *map(note, totals(self.rows))))
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120, color_system=None)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
-
-    __repr__ = __str__
+    __repr__ = Printable.__str__
 
 
 def alike(rows: Sequence[Row]) -> list[list[Row]]:
@@ -103,10 +97,4 @@ def totals(rows: Sequence[Row]) -> Iterator[str]:
     for kind, word in TOTALS.items():
         own = [row.elements for row in rows if row.kind == kind]
         if own or kind != "frozen":
-            yield f"{word}: {len(own)} parameter{'s' * (len(own) != 1)}, {format_count(sum(own))} elements"
-
-
-def format_count(count: int) -> str:
-    """Format a count with a decimal prefix: "440.4 M"."""
-    size, prefix = next((unit for unit in UNITS if count >= unit[0]), (1, ""))
-    return f"{count / size:.4g} {prefix}".rstrip()
+            yield f"{word}: {plural(len(own), 'parameter')}, {format_count(sum(own))} elements"

@@ -30,6 +30,7 @@ from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
 SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
+DTYPE = torch.float32  # of parameters and gradients
 WHOLE_MODEL = "muon+adamw"  # the chain of `muon_adamw`
 NAMED = {
     "muon": "torch.optim:Muon",
@@ -117,7 +118,6 @@ def captured_step(
     mesh: Mesh,
     optimizer: Optimizer,
     machine: Machine,
-    dtype: torch.dtype = torch.float32,
     everything: bool = False,
 ) -> Captured:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
@@ -127,7 +127,6 @@ def captured_step(
         mesh: the ranks.
         optimizer: its code is captured, with the hyperparameters of each weight's parameter group.
         machine: what a run would find.
-        dtype: of parameters and gradients.
         everything: whether it has tasks for the parameters that another optimizer updates elementwise, too, in the
             order of the model. The step of a chain always has them.
 
@@ -146,7 +145,7 @@ def captured_step(
     periods: dict[str, VariantPeriod] = {}
     for number, own in enumerate(members):
         mine = [(i, *entry) for i, entry in enumerate(planned) if entry[0].member == number or not chained]
-        step, found = captured_by(own, mine, machine, dtype, chained)
+        step, found = captured_by(own, mine, machine, chained)
         steps.append(step)
         periods |= found
     names = tuple((step.optimizer, frozenset(task.name for task in step.tasks)) for step in steps)
@@ -157,7 +156,6 @@ def captured_by(
     optimizer: Optimizer,
     planned: Sequence[tuple[int, ModelWeight, str, Layout]],
     machine: Machine,
-    dtype: torch.dtype,
     chained: bool,
 ) -> tuple[Step, dict[str, VariantPeriod]]:
     """Make the step of one optimizer.
@@ -166,7 +164,6 @@ def captured_by(
         optimizer: its code is captured.
         planned: what it updates: the number of the task, the weight, the name of the task, and the layout.
         machine: what a run would find.
-        dtype: of parameters and gradients.
         chained: whether it updates elementwise weights, too. If not, a stand-in of their optimizer does.
 
     Returns:
@@ -176,7 +173,7 @@ def captured_by(
     kinds: dict[tuple[Shape, int], ParamKind] = {}
 
     def kind_of(shape: Shape, g: int, name: str) -> ParamKind:
-        spec = ParameterSpec(shape, dtype, dtype, torch.device("cpu"))
+        spec = ParameterSpec(shape, DTYPE, DTYPE, torch.device("cpu"))
         return capture.kind_of(optimizer.param_groups[g], spec, name)
 
     tasks: list[Task] = []
@@ -197,24 +194,24 @@ def captured_by(
             if (period := kinds[key].variant_period) is not None:
                 periods[name] = period
         else:
-            template = others.setdefault(layout.shape, elementwise_template(layout.shape, dtype))
+            template = others.setdefault(layout.shape, elementwise_template(layout.shape))
         tasks.append(Task(name, index, int(weight not in own) or weight.group, template.name, layout))
     found = {t.name: t for key, kind in kinds.items() if key in used for t in kind.templates.values()}
     templates = (*found.values(), *others.values())
     return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks)), periods
 
 
-def elementwise_template(shape: Shape, dtype: torch.dtype) -> Template:
+def elementwise_template(shape: Shape) -> Template:
     """Make code that stands for any optimizer with elementwise updates: it subtracts the gradient."""
     graph = fx.Graph()
     nodes = [graph.placeholder(name) for name in ("param", "grad")]
     new = graph.call_function(torch.ops.aten.sub.Tensor, tuple(nodes))
     for node in (*nodes, new):
-        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        node.meta["val"] = torch.empty(shape, dtype=DTYPE, device="meta")
     graph.output((new,))
-    name = f"elementwise_{'x'.join(map(str, shape)) or 'scalar'}_{dtype_name(dtype)}"
-    leaves = (Leaf(Role.PARAM, "param", shape, dtype), Leaf(Role.GRAD, "grad", shape, dtype))
-    return Template(name, shape, dtype, leaves, ("param",), graph)
+    name = f"elementwise_{'x'.join(map(str, shape)) or 'scalar'}_{dtype_name(DTYPE)}"
+    leaves = (Leaf(Role.PARAM, "param", shape, DTYPE), Leaf(Role.GRAD, "grad", shape, DTYPE))
+    return Template(name, shape, DTYPE, leaves, ("param",), graph)
 
 
 def miniature(shape: Shape) -> Shape:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from canzona_compile.api.choice.rows import format_count
 from canzona_compile.machine.hardware import Curve, Hardware, Link
 from canzona_compile.report.page import (
     Bar,
@@ -32,6 +31,7 @@ from canzona_compile.report.sections import (
 from canzona_compile.report.units import (
     format_bandwidth,
     format_bytes,
+    format_count,
     format_flops,
     format_seconds,
     format_shape,

@@ -16,6 +16,7 @@ from canzona_compile.api.wrap import explain
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
+from canzona_compile.session.explained import ExplainedParameter
 from canzona_compile.session.params import check_gradient
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
@@ -147,7 +148,8 @@ def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
             differing = list(dict.fromkeys(f"{row.parameter} {row.leaf}" for row in rows if not row.equal))
             log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
     idle = tuple(name for name in made.names if name not in given)
-    return RankOutcome(kind, tally.rows, owned.rows, everywhere, idle, roles(made, given))
+    roles = {name: (row.how, row.why) for name, row in explained(made).items() if name in given}
+    return RankOutcome(kind, tally.rows, owned.rows, everywhere, idle, roles)
 
 
 def compare_step(made: Built, layout: LayoutName, page: StepPage, step: int, tally: Tally, given: set[str]) -> None:
@@ -155,7 +157,7 @@ def compare_step(made: Built, layout: LayoutName, page: StepPage, step: int, tal
     with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
         give(made, layout, page.grads)
         made.optimizer.step()
-    apart = by_own_objects(made)
+    apart = [name for name, row in explained(made).items() if row.cell == "own object"]
     tally.add(step, comparable(made.leaves(), apart), comparable(page.leaves, apart))
 
 
@@ -199,21 +201,10 @@ def check_same_start(found: Leaves, expected: Leaves) -> None:
         raise CannotVerify(problem, at=where, hint=hint)
 
 
-def by_own_objects(made: Built) -> list[str]:
-    """The parameters that an optimizer object of their own steps."""
+def explained(made: Built) -> dict[str, ExplainedParameter]:
+    """How each parameter is updated, by the user's names. Under ZeRO-1 a rank knows of what it owns."""
     names = names_of_the_model(made)
-    rows = explain(made.optimizer).parameters
-    return [names.get(row.name, row.name) for row in rows if row.cell == "own object"]
-
-
-def roles(made: Built, given: set[str]) -> dict[str, tuple[str, str]]:
-    """How each of the parameters that had a gradient was updated, and why; `given` names them.
-
-    Under ZeRO-1 a rank knows of what it owns.
-    """
-    names = names_of_the_model(made)
-    found = {names.get(row.name, row.name): (row.how, row.why) for row in explain(made.optimizer).parameters}
-    return {name: found[name] for name in made.names if name in given and name in found}
+    return {names.get(row.name, row.name): row for row in explain(made.optimizer).parameters}
 
 
 @contextlib.contextmanager
