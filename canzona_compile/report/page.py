@@ -72,6 +72,7 @@ class PageTable:
         bare: whether the headers are those of a table above.
         framed: whether lines separate the cells.
         search: an example of what to look for in a long table; empty if it is not long.
+        indent: columns on its left, where letters are of one width.
     """
 
     headers: tuple[str, ...]
@@ -83,6 +84,7 @@ class PageTable:
     bare: bool = False
     framed: bool = False
     search: str = ""
+    indent: int = 0
 
     @property
     def columns(self) -> list[tuple[str, str]]:

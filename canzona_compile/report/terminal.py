@@ -126,7 +126,8 @@ def rendered(body: Iterable[Block], nested: bool = False) -> Iterator[Renderable
             case Listing():
                 yield indented(listing(block), block.indent)
             case PageTable():
-                yield table(block, block.cells) if block.names is None else NamedTable(block, block.names)
+                whole = table(block, block.cells) if block.names is None else NamedTable(block, block.names)
+                yield Padding(whole, (0, 0, 0, block.indent), expand=False) if block.indent else whole
             case Bars():
                 yield bars(block)
                 if block.of:
@@ -175,7 +176,9 @@ def table(content: PageTable, cells: Sequence[Sequence[Said | Fill]]) -> Table:
     """Lay out a table with these cells. A mark and bold letters show the row that is chosen."""
     headers = [title if unit in ("", "~") else f">{title}" for title, unit in content.columns]
     made = columns(*([""] if content.chosen else []), *headers)
-    made.columns[-1].no_wrap = content.columns[-1][1] != "~"
+    for column, (_, unit) in zip(reversed(made.columns), reversed(content.columns), strict=False):
+        if unit == "~":
+            column.no_wrap, column.overflow = False, "fold"
     if content.framed:
         framed = Table(*made.columns, title=Text(content.title, "italic"), title_justify="left")
         for column in made.columns:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.tools.calibration import ranks as started
-from canzona_compile.tools.calibration.calibrate import EXTENTS, calibrate
+from canzona_compile.tools.calibration.calibrate import EXTENTS, calibrate, measured_machine
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes, dims_of, products, transposed
 
@@ -83,6 +84,28 @@ def test_what_comes_before_is_not_timed() -> None:
     clock = Clock(CPU, 3)
     assert clock.seconds(lambda: done.append("work"), before=lambda: done.append("before")) >= 0
     assert done == ["work", *["before", "work"] * 3]
+
+
+def test_ranks_agree_on_medians_up_to_the_shortest_curve() -> None:
+    found = [
+        {"products": {"float32": ((16.0, rate), (32.0, 2 * rate))[:sizes]}, "launch": rate}
+        for rate, sizes in ((1.0, 2), (3.0, 1), (8.0, 2))
+    ]
+    assert started.medians(found) == {"products": {"float32": ((16.0, 3.0),)}, "launch": 3.0}
+
+
+def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(total_memory=8e10)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    rates = {"launch": 5e-6, "bandwidth": 2e12, "node": {"bandwidth": 1e11, "latency": 1e-5, "per_peer": 0.0}}
+    found = measured_machine(rates, named_hardware("h100"), TINY, "cuda", 8)
+    assert (found.name, found.backend, found.ranks_per_node, found.processors) == ("nvidia-some-gpu", "nccl", 4, 4)
+    assert found.measured == ("bandwidth", "launch", "memory", "node")
+    assert (found.launch, found.memory, found.node.bandwidth) == (5e-6, 8e10, 1e11)
+    assert dict(found.sources)["node"].startswith("all-to-alls of 8 nccl ranks, wall time")
 
 
 # -- this machine ----------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def calibrate(
     how = extent or EXTENTS[device, quick]
     if device == "cuda":
         rank, found = started.cuda(how)
-        return machine_of(found, kind, how, device, int(os.environ.get("WORLD_SIZE", "1"))), rank == 0
-    return machine_of(started.cpu(ranks, how), kind, how, device, ranks), True
+        return measured_machine(found, kind, how, device, int(os.environ.get("WORLD_SIZE", "1"))), rank == 0
+    return measured_machine(started.cpu(ranks, how), kind, how, device, ranks), True
 
 
 def default_base(device: str) -> str:
@@ -86,7 +86,9 @@ def default_base(device: str) -> str:
     return next((known for known in ("a100", "h100", "h200", "gb300") if known in name), FALLBACK)
 
 
-def machine_of(found: MeasuredRates, base: Hardware, extent: MeasurementSizes, device: str, ranks: int) -> Hardware:
+def measured_machine(
+    found: MeasuredRates, base: Hardware, extent: MeasurementSizes, device: str, ranks: int
+) -> Hardware:
     """Put what ranks found in the places of the rates of a known kind of machine.
 
     Args:
@@ -98,18 +100,14 @@ def machine_of(found: MeasuredRates, base: Hardware, extent: MeasurementSizes, d
     """
     cores, gpu = processors(), device == "cuda"
     if gpu:
-        near = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+        near, shared = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())), ""
         name = torch.cuda.get_device_name().lower().replace(" ", "-")
         memory = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-        backend, shared, time = "nccl", "", "wall time"
     else:
-        near, name = max(ONE_NODE, ranks), f"cpu-{cores}"
+        near, shared = max(ONE_NODE, ranks), f", of {ranks} processes at work on {cores} cores"
+        name = f"cpu-{cores}"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
-        backend, shared, time = (
-            "gloo",
-            f", of {ranks} processes at work on {cores} cores",
-            "CPU time of a rank's process",
-        )
+    backend, time = ("nccl", "wall time") if gpu else ("gloo", "CPU time of a rank's process")
     version = f"torch {torch.__version__}"
     clock = Clock(torch.device(device), extent.repetitions)
     links = f"all-to-alls of {ranks} {backend} ranks, {time}, median of {extent.repetitions} or more, {version}"

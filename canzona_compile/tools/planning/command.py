@@ -95,9 +95,8 @@ def run(given: Namespace) -> int:
     if given.format == "table" and given.output is None:
         show(made)
     else:
-        write(
-            made.to_text(120) if given.format == "table" else getattr(made, f"to_{given.format}")(), given.output, "-o"
-        )
+        text = made.to_text(120) if given.format == "table" else getattr(made, f"to_{given.format}")()
+        write(text, given.output, "-o")
     return 0
 
 

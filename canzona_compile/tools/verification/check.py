@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rich.console import RenderableType
 
 from canzona_compile.compat.telling import tell
 from canzona_compile.ir.options import NOT_YET_OPTIONS, Options
+from canzona_compile.report.page import PageModel
+from canzona_compile.report.terminal import Printable
 from canzona_compile.tools.output import check_output, write
 from canzona_compile.tools.processes import ProcessCall, run_ranks
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans
 from canzona_compile.tools.verification.layouts import LayoutName
-from canzona_compile.tools.verification.table import table
+from canzona_compile.tools.verification.table import findings_page
 from canzona_compile.tools.verification.user_model import Build, name_of, packed
 from canzona_compile.tools.verification.workers import Order, RankOutcome, run_plain, run_wrapped
 
@@ -36,15 +37,17 @@ OPTIONS = sorted({field.name for field in fields(Options)} - NOT_GIVEN)
 
 
 @dataclass(frozen=True, slots=True)
-class Verification(Findings):
-    """The result of `verify`: ask for `.ok`, print it with rich, or hand on its `to_json()`."""
+class Verification(Findings, Printable):
+    """The result of `verify`: ask for `.ok`, print it, or hand on its `to_json()`."""
+
+    text_width = 120
 
     def to_json(self) -> str:
         """All fields and `ok` as a JSON object."""
         return dumps({"schema": SCHEMA, "ok": self.ok, **asdict(self)}, indent=1)
 
-    def __rich__(self) -> RenderableType:
-        return table(self)
+    def page(self) -> PageModel:
+        return findings_page(self)
 
 
 def verify(
