@@ -27,6 +27,9 @@ from canzona_compile.replica.object_state import Finder, NoPlace
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
 
+# Not yet: nothing looks again once groups were shown independent. An option, a number on the optimizer, a gradient that
+# no scenario has or a late step may couple them, and one rank that steps all parameters is right whatever happens.
+GROUPS_APART = False
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -105,7 +108,7 @@ def steps_by_group(optimizer: Optimizer, plain: Sequence[tuple[Scenario, Rehears
         plain: scenarios, and what the plain optimizer did in each.
         names: those of its parameters by group.
     """
-    if sum(bool(group["params"]) for group in optimizer.param_groups) < 2:
+    if not GROUPS_APART or sum(bool(group["params"]) for group in optimizer.param_groups) < 2:
         return False
     try:
         for scenario, own in plain:

@@ -1,4 +1,4 @@
-"""Optimizers that couple parameters: a rank steps all of a group at once, or all; every rank has the plain bits."""
+"""Optimizers that couple parameters: one rank steps all of them at once, and every rank has the plain one's bits."""
 
 from __future__ import annotations
 
@@ -80,10 +80,8 @@ def train(name: str, case: Case, missing: Missing = never, **options: Any) -> tu
     return different(part.values(), wanted), part.optimizer.canzona.explain().parameters[0].why[:42], shown, hows
 
 
-def good(name: str) -> tuple[list[int], str, bool, list[str]]:
+def good(_name: str) -> tuple[list[int], str, bool, list[str]]:
     """What `train` returns if all is well."""
-    if name == "groups":
-        return [], "one rank steps all parameters of a group a", True, ["eager group"] * 4
     return [], "one rank steps all parameters at once, bec", True, ["eager model"] * 4
 
 
@@ -207,58 +205,6 @@ def reducing() -> str:
 @pytest.mark.ranks
 def test_a_step_that_communicates_is_refused() -> None:
     assert all("communicates by itself" in said for said in run(2, reducing, fresh=True))
-
-
-# -- groups that depend on nothing but themselves --------------------------------------------------
-
-
-def owners_of_groups() -> tuple[list[tuple[int, int] | None], list[str]]:
-    part = part_of("groups", Case("fsdp", (2,)))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        part.steps(0, 2)
-    owned = part.optimizer.canzona.session.driver.plan.owned.tasks
-    assert sum(1 for state in part.optimizer.state.values() if state) == 2
-    return [task.owner for task in owned], [str(one.message) for one in found]
-
-
-@pytest.mark.ranks
-def test_each_group_has_an_owner_of_its_own() -> None:
-    (owners, said), (same, other) = run(2, owners_of_groups)
-    assert owners == same == [(0, 0), (0, 0), (0, 1), (0, 1)]  # the first group is larger
-    assert said[0].startswith("rank 0 alone steps all parameters of 1 parameter groups of NormOfGroup")
-    assert other[0].startswith("rank 1 alone steps all parameters of 1 parameter groups of NormOfGroup")
-
-
-def late(kind: type[Optimizer], case: Case) -> str:
-    laid = Laid(drawn(-1), case)
-    optimizer: Any = canzona_compile.wrap(kind(list(laid.params)))
-    for step in range(52):
-        for i, (param, grad) in enumerate(zip(laid.params, drawn(step), strict=True)):
-            param.grad = laid.like_param(grad, i)
-        if (said := said_by(optimizer.step)) != "no error":
-            return f"{step}: {said}"
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        (kinds.LateAcross, "leaves something else in self.last for one parameter group than for another"),
-        (kinds.LateInPlace, "changes self.total in place, which other parameter groups may read"),
-    ],
-)
-def test_groups_that_depend_on_one_another_late_are_refused(kind: type[Optimizer], says: str) -> None:
-    said = late(kind, ALONE)
-    assert said.startswith("49: ")
-    assert says in said
-
-
-@pytest.mark.ranks
-def test_groups_that_depend_on_one_another_late_are_refused_on_every_rank() -> None:
-    for said in run(2, late, kinds.LateAcross, Case("fsdp", (2,)), fresh=True):
-        assert said.startswith("49: ")
-        assert "leaves something else in self.last" in said
 
 
 # -- the report, and what it costs -----------------------------------------------------------------

@@ -111,30 +111,6 @@ class NormOfGroup(Optimizer):
                 param.sub_(cube(param.grad), alpha=group["lr"] / (group["k"] + group["norm"]))
 
 
-class LateAcross(NormOfGroup):
-    """What one group leaves on the optimizer is another thing than what the other leaves, long after the rehearsal."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        if self.k >= 50:
-            self.last = self.param_groups[-1]["norm"]
-
-
-class LateInPlace(NormOfGroup):
-    """Long after the rehearsal, a step adds to a tensor that all groups see."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
-        self.total = torch.zeros(())
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        if self.k >= 50:
-            self.total.add_(1)
-
-
 class LargeAcross(NormOfGroup):
     """Groups depend on one another if a parameter is large."""
 
