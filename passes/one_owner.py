@@ -1,25 +1,20 @@
-"""Give parameters that step together to one rank."""
+"""Give all parameters that step at once to one rank."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.step import Form, Step, Strategy, Task
+from canzona_compile.ir.step import Form, Step, Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class OneOwner:
-    """Move the tasks of each cell of coupled parameters to one rank, if there are such tasks.
+    """Move every task of a coupled template to the lowest rank, if there are such tasks.
 
-    Parameters of one optimizer step together: all of them, or those of each parameter group. An optimizer whose update
-    of one parameter depends on others has only such templates. Each rank is shown what a step leaves beside parameters,
-    so every grid has to have the same ranks. A model goes to the lowest of them; groups go, the largest first, to the
-    rank that has the fewest elements so far.
+    An optimizer whose update of one parameter depends on others has only coupled templates. The rank that steps all of
+    them must be able to gather all of them, so every grid has to have the same ranks.
     """
 
     name: ClassVar[str] = "one-owner"
@@ -27,52 +22,28 @@ class OneOwner:
     ensures: ClassVar[Form] = Form.OWNED
 
     def __call__(self, step: Step) -> Step:
-        coupled = {t.name: t.coupled for t in step.templates if t.coupled}
-        cells: defaultdict[Hashable, list[Task]] = defaultdict(list)
-        for task in step.tasks:
-            if task.template in coupled:
-                cells[task.param_group if coupled[task.template] == "group" else None].append(task)
-        if not cells:
+        coupled = {t.name for t in step.templates if t.coupled}
+        own = [task for task in step.tasks if task.template in coupled]
+        if not own:
             return step
-        ranks = same_ranks([task for own in cells.values() for task in own])
-        owners = owners_of(cells, ranks)
-        moved: dict[str, Task] = {}
-        for cell, tasks in cells.items():
-            what = "all parameters" if cell is None else "the parameters of this group"
-            for task in tasks:
-                moved[task.name] = replace(
-                    task,
-                    owner=task.layout.grid.find(owners[cell]),
-                    strategy=Strategy.OWNER if len(ranks) > 1 else Strategy.LOCAL,
-                    reason=f"the owner of {what}, which step at once" if len(ranks) > 1 else task.reason,
+        ranks = set(own[0].layout.grid.members())
+        for task in own:
+            if set(task.layout.grid.members()) != ranks:
+                raise UnsupportedOptimizer(
+                    f"the optimizer steps all parameters at once, but this one lies on ranks "
+                    f"{sorted(task.layout.grid.members())} and {own[0].name} on {sorted(ranks)}",
+                    at=task.name,
+                    hint="put all of its parameters on one mesh, or give each mesh an optimizer of its own",
                 )
-        return replace(step, tasks=tuple(moved.get(task.name, task) for task in step.tasks))
-
-
-def same_ranks(tasks: Sequence[Task]) -> list[int]:
-    """Return the ranks on which all tasks lie, in ascending order.
-
-    Raises:
-        UnsupportedOptimizer: they lie on different ones.
-    """
-    first, ranks = tasks[0], sorted(tasks[0].layout.grid.members())
-    for task in tasks:
-        if (own := sorted(task.layout.grid.members())) != ranks:
-            raise UnsupportedOptimizer(
-                f"the optimizer steps all parameters at once, but this one lies on ranks {own} and {first.name} on "
-                f"{ranks}",
-                at=task.name,
-                hint="put all of its parameters on one mesh, or give each mesh an optimizer of its own",
+        first = min(ranks)
+        reason = "the owner of all parameters, which step at once"
+        moved = {
+            task.name: replace(
+                task,
+                owner=task.layout.grid.find(first),
+                strategy=Strategy.OWNER if len(ranks) > 1 else Strategy.LOCAL,
+                reason=reason if len(ranks) > 1 else task.reason,
             )
-    return ranks
-
-
-def owners_of(cells: Mapping[Hashable, Sequence[Task]], ranks: Sequence[int]) -> dict[Hashable, int]:
-    """Choose the owner rank of each cell: the largest cells first, each to the rank that has the fewest elements."""
-    load = dict.fromkeys(ranks, 0)
-    sizes = {cell: sum(math.prod(task.shape) for task in tasks) for cell, tasks in cells.items()}
-    owners: dict[Hashable, int] = {}
-    for cell in sorted(sizes, key=lambda cell: -sizes[cell]):  # equal ones stay in the order of the plan
-        owners[cell] = min(ranks, key=lambda rank: (load[rank], rank))
-        load[owners[cell]] += sizes[cell]
-    return owners
+            for task in own
+        }
+        return replace(step, tasks=tuple(moved.get(task.name, task) for task in step.tasks))

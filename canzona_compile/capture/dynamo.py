@@ -17,7 +17,7 @@ import torch
 from canzona_compile.compat.interrupts import interrupts_later
 from canzona_compile.compat.matmul_precision import Kept, put_back, switches
 from canzona_compile.compat.torch_private import (
-    LOGGERS,
+    DYNAMO_LOGGER,
     TorchDispatchMode,
     at_start_of_traces,
     dispatch_modes,
@@ -158,25 +158,23 @@ def without_guards_on_power(guards: Sequence[Any]) -> list[bool]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Dynamo's messages about a twin: that it ignores profiler ranges, and its own deprecation warnings.
-
-    This adds a filter and sets no level: setting a level empties the caches of every logger of the process.
-    """
-    with unlogged(), warnings.catch_warnings():
+    """Silence Dynamo's messages about a twin: that it ignores profiler ranges, and its own deprecation warnings."""
+    with silent(DYNAMO_LOGGER), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 @contextlib.contextmanager
-def unlogged() -> Iterator[None]:
-    """Inside this context, torch logs neither messages about a trace nor errors of operators on fake tensors."""
-    for logger in LOGGERS:
-        logger.addFilter(nothing)
+def silent(logger: logging.Logger) -> Iterator[None]:
+    """Inside this context, a logger drops its records.
+
+    This adds a filter and sets no level: setting a level empties the caches of every logger of the process.
+    """
+    logger.addFilter(nothing)
     try:
         yield
     finally:
-        for logger in LOGGERS:
-            logger.removeFilter(nothing)
+        logger.removeFilter(nothing)
 
 
 def nothing(_record: logging.LogRecord) -> bool:

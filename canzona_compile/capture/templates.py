@@ -367,12 +367,9 @@ class Capture:
         return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 
     def _coupled(self, spec: ParameterSpec, update: CoupledUpdate) -> ParamKind:
-        """Make a kind whose owner rank steps all parameters of a group at once, or those of all groups."""
-        what = "all parameters of a group at once" if update.by_group else "all parameters at once"
-        templates = coupled_templates(
-            self._label(spec), spec, f"one rank steps {what}, because {update.reason}", update
-        )
-        return ParamKind(None, {**templates}, (), {}, coupled=update)
+        """Make a kind whose owner rank steps all parameters at once."""
+        why = f"one rank steps all parameters at once, because {update.reason}"
+        return ParamKind(None, {**coupled_templates(self._label(spec), spec, why)}, (), {}, coupled=update)
 
     def _label(self, spec: ParameterSpec) -> str:
         kind = plain_class(self.optimizer).__name__.lower()

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 from canzona_compile.compat.logs import ROOT, VARIABLE
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"{ROOT}.progress")  # the name that users know it by, wherever this file is
 ours = logging.getLogger(ROOT)
 
 SOON = 1.0  # seconds after which people at a terminal want to know what takes so long

@@ -80,8 +80,8 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # `__torch_func
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # makes a tensor of a shape that has no memory
 # Has the kernel send a signal to this process when its parent dies; without effect elsewhere than on Linux.
 signal_when_parent_dies: Any = torch.multiprocessing._prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-# Where Dynamo's messages for users go, and errors of operators on fake tensors, which recordings expect.
-LOGGERS = tuple(map(logging.getLogger, ("torch._logging._internal", "torch._subclasses.fake_tensor")))
+DYNAMO_LOGGER = logging.getLogger("torch._logging._internal")  # where Dynamo's messages for users go
+FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # errors of operators, which recordings expect
 
 
 class FakeTensorMode(FakeTensorModeOfTorch):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.interrupts import interrupts_later
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.eager.publish import Published, is_plain, objects_in, plain_homes, plain_objects_in
+from canzona_compile.eager.publish import Homes, is_plain, objects_in, plain_homes
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.snapshot import changed
@@ -30,11 +30,13 @@ class Left:
     """What a step left beside the values of parameters.
 
     Attributes:
-        published: what every rank has to know.
+        homes: all that is plain.
+        same: by home, the keys at which there is the same object as before the step.
         state: by parameter that has one, its state.
     """
 
-    published: Published
+    homes: Homes
+    same: list[set[Any]]
     state: dict[Tensor, dict[str, Any]]
 
 
@@ -100,29 +102,24 @@ def step_alone(
     return param.detach()
 
 
-def step_together(
-    optimizer: Optimizer, params: Mapping[int, Sequence[Tensor]], state: Mapping[Tensor, dict[str, Any]]
-) -> Left:
+def step_all(optimizer: Optimizer, params: Sequence[Sequence[Tensor]], state: Mapping[Tensor, dict[str, Any]]) -> Left:
     """Step whole parameters on a twin of an optimizer. Parameters change in place, and so may their state.
 
     Args:
-        optimizer: the optimizer. If all of its groups step, what is in its groups and attributes may change in place.
-        params: by the position of a parameter group, the whole parameters, with gradients where they have some. The
-            twin has these groups only.
+        optimizer: the optimizer. What is in its parameter groups and attributes may change in place.
+        params: by parameter group, the whole parameters, with gradients where they have some.
         state: by parameter, its state, where there is one.
 
     Returns:
         What the step left.
 
     Raises:
-        UnsupportedOptimizer: the step changed what cannot be sent to other ranks, or communicates; or it changed
-            something in place that other groups may read.
+        UnsupportedOptimizer: the step changed what cannot be sent to other ranks, or communicates.
     """
     twin = make_twin(optimizer, {}, [], {param: own for param, own in state.items() if own})
-    twin.param_groups = [{**optimizer.param_groups[g], "params": list(own)} for g, own in params.items()]
+    pairs = zip(optimizer.param_groups, params, strict=True)
+    twin.param_groups = [{**group, "params": list(own)} for group, own in pairs]
     before, objects = [dict(home) for home in plain_homes(twin)], objects_in(twin)
-    partial = len(params) < len(optimizer.param_groups)
-    real = plain_objects_in(optimizer) if partial else {}
     with interrupts_later(), NoCollectives():
         step_plainly(twin)
     if places := changed(objects, objects_in(twin)):
@@ -130,21 +127,15 @@ def step_together(
             f"{plain_class(optimizer).__name__}.step changes {some(places)}, which other ranks cannot be shown",
             hint="keep tensors, numbers and texts there, in lists and dicts",
         )
-    if partial and (places := changed(real, plain_objects_in(optimizer))):
-        raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step changes {some(places)} in place, which other parameter groups "
-            "may read",
-            hint="put a new value there",
-        )
     after = plain_homes(twin)
     same = [{k for k, v in new.items() if k in old and old[k] is v} for old, new in zip(before, after, strict=True)]
-    own = {param for group in params.values() for param in group}
+    own = {param for group in params for param in group}
     kept = {key: entry for key, entry in twin.state.items() if isinstance(key, Tensor) and entry}
     if kept.keys() - own:
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__}.step keeps state of tensors that are no parameters"
         )
-    return Left(Published(tuple(params), after, same), kept)
+    return Left(after, same, kept)
 
 
 def check_no_fragments(param: Tensor) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.ir.program_ops import EagerTask
 from canzona_compile.ir.step import Leaf, Role, Template
 from canzona_compile.replica.leaves import state_leaves
@@ -55,7 +54,7 @@ class EagerStep:
 
 
 class BringStep:
-    """Target of a graph node: (task, param, grad or nothing) -> nothing. The owner keeps them until they step."""
+    """Target of a graph node: (task, param, grad or nothing) -> nothing. The owner keeps them until all step."""
 
     __name__ = __qualname__ = "bring"
     has_effect = True
@@ -66,7 +65,7 @@ class BringStep:
 
 
 class TakeStep:
-    """Target of a graph node: task -> new param, once the owner has stepped what steps together."""
+    """Target of a graph node: task -> new param, once the owner has stepped all parameters."""
 
     __name__ = __qualname__ = "take"
     has_effect = True  # so that it runs once, on the owner, also for a scalar
@@ -77,7 +76,7 @@ class TakeStep:
 
 
 class Part(enum.Enum):
-    """The templates of a parameter that steps with others. BRING or STILL runs first, and TAKE after it."""
+    """The templates of a parameter that steps with all others. BRING or STILL runs first, and TAKE after it."""
 
     WHOLE = "whole"  # stands for both in plans and reports
     BRING = "bring"
@@ -85,14 +84,13 @@ class Part(enum.Enum):
     TAKE = "take"
 
 
-def coupled_templates(name: str, spec: ParameterSpec, reason: str, update: CoupledUpdate) -> Mapping[Any, Template]:
-    """Make the templates of a parameter whose owner steps it together with others.
+def coupled_templates(name: str, spec: ParameterSpec, reason: str) -> Mapping[Any, Template]:
+    """Make the templates of a parameter whose owner steps all parameters at once.
 
     Args:
         name: of the templates.
         spec: shape and dtypes of the parameter and its gradient.
         reason: why the step is not compiled, for reports.
-        update: what steps together.
 
     Returns:
         WHOLE as `interpreted_template` makes it; BRING with the leaves `task`, `param` and `grad`, which writes
@@ -102,9 +100,9 @@ def coupled_templates(name: str, spec: ParameterSpec, reason: str, update: Coupl
     param = Leaf(Role.PARAM, "param", spec.shape, spec.dtype)
     grad = Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype)
     leaves = {Part.BRING: (task, param, grad), Part.STILL: (task, param), Part.TAKE: (task, param)}
-    # It never runs: plans of coupled steps have it, also for a scalar, in place of the two parts.
+    # It never runs: plans of whole-model steps have it, also for a scalar, in place of the two parts.
     whole = interpreted_template(name, spec, reason, target=EagerStep(has_effect=True))
-    found = {Part.WHOLE: replace(whole, family=name, coupled=update.cell)}
+    found = {Part.WHOLE: replace(whole, family=name, coupled=True)}
     for part, inputs in leaves.items():
         graph = fx.Graph()
         nodes = [placeholder(graph, leaf) for leaf in inputs]
@@ -117,7 +115,7 @@ def coupled_templates(name: str, spec: ParameterSpec, reason: str, update: Coupl
             graph.output((new,))
         writes = ("param",) if part is Part.TAKE else ()
         own = Template(f"{name}_{part.value}", spec.shape, spec.dtype, inputs, writes, graph, reason)
-        found[part] = replace(own, family=name, coupled=update.cell)
+        found[part] = replace(own, family=name, coupled=True)
     return found
 
 

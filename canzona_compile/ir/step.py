@@ -91,7 +91,7 @@ class Template:
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
     precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
     draws: bool = False  # whether it draws random numbers, which one rank has to do
-    coupled: str = ""  # what steps together on one rank, the parameters of a "group" or of the "model"; empty: none
+    coupled: bool = False  # whether one rank takes the step of all parameters at once
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)

@@ -25,7 +25,7 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, where
 from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.scenario import Scenario
-from canzona_compile.rehearsal.stepping import OneByOne, Plainly, Together
+from canzona_compile.rehearsal.stepping import OneByOne, Plainly
 from canzona_compile.rehearsal.trial import RehearsedSteps
 from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.construction import Construction
@@ -111,7 +111,6 @@ class Cast:
         still: those among them that get no gradient, in the order of all.
         stateful: whether these begin with the state that they have now.
         construction: how to construct one object for all, and one for each; None steps twins, as plans do.
-        by_group: whether twins step the parameters of a group together, and not each by itself.
     """
 
     optimizer: Optimizer
@@ -119,15 +118,10 @@ class Cast:
     still: frozenset[int] = frozenset()
     stateful: bool = False
     construction: Construction | None = None
-    by_group: bool = False
 
 
 def coupled_at_real_sizes(
-    optimizer: Optimizer,
-    names: NamesByGroup,
-    stateful: bool = False,
-    construction: Construction | None = None,
-    by_group: bool = False,
+    optimizer: Optimizer, names: NamesByGroup, stateful: bool = False, construction: Construction | None = None
 ) -> str:
     """Find out whether parameters of the real sizes depend on one another, although small ones do not.
 
@@ -138,7 +132,6 @@ def coupled_at_real_sizes(
         names: those of its parameters by group.
         stateful: whether parameters begin with the state that they have now.
         construction: how to construct residents; None if parameters are stepped on twins.
-        by_group: whether those of one group may depend on one another.
 
     Returns:
         The name of a parameter that depends on others; empty if there is none.
@@ -146,7 +139,7 @@ def coupled_at_real_sizes(
     Raises:
         UnsupportedOptimizer: the step changes something outside of the optimizer.
     """
-    for seed, cast in enumerate(casts(optimizer, stateful, construction, by_group)):
+    for seed, cast in enumerate(casts(optimizer, stateful, construction)):
         whole, prints = taken(cast, Fingerprints(Note(), seed))
         if whole.error is None:
             break
@@ -171,7 +164,7 @@ def check_outside(optimizer: Optimizer) -> None:
     Raises:
         UnsupportedOptimizer: it does.
     """
-    for seed, cast in enumerate(casts(optimizer)):
+    for seed, cast in enumerate(casts(optimizer, stateful=False, construction=None)):
         if taken(cast, Fingerprints(Note(), seed))[0].error is None:
             return
 
@@ -191,13 +184,13 @@ def check_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool =
         )
 
 
-def casts(
-    optimizer: Optimizer, stateful: bool = False, construction: Construction | None = None, by_group: bool = False
-) -> list[Cast]:
+def casts(optimizer: Optimizer, stateful: bool, construction: Construction | None) -> list[Cast]:
     """Choose parameters: the largest of several kinds step, and others are there without gradients, if that can be.
 
     Args:
-        optimizer, stateful, construction, by_group: as of `Cast`.
+        optimizer: the optimizer.
+        stateful: whether parameters begin with the state that they have now.
+        construction: how to construct residents; None if parameters are stepped on twins.
     """
     places = [(g, i) for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))]
     params = {(g, i): optimizer.param_groups[g]["params"][i] for g, i in places}
@@ -218,7 +211,7 @@ def casts(
         groups = enumerate(optimizer.param_groups)
         chosen = [[i for i in range(len(group["params"])) if (g, i) in taking_part] for g, group in groups]
         still = [number for number, place in enumerate(sorted(taking_part)) if place not in stepping]
-        found.append(Cast(optimizer, chosen, frozenset(still), stateful, construction, by_group))
+        found.append(Cast(optimizer, chosen, frozenset(still), stateful, construction))
     return found if there != stepping else found[:1]
 
 
@@ -290,9 +283,7 @@ def valueless(small: FakeMiniature) -> Iterator[None]:
 
 
 def stepping_of(cast: Cast, apart: RehearsedSteps | None) -> Plainly:
-    """Return what steps all parameters, or those apart that plans step apart if an optimizer did `apart` together."""
-    if cast.by_group:
-        return Plainly() if apart is None else Together(by_group=True)
+    """Return what steps all parameters, or each by itself as plans do for an optimizer that did `apart` together."""
     if cast.construction is None:
         return Plainly() if apart is None else OneByOne(bool(apart.counters))
     return Remade(cast.construction) if apart is None else ObjectsWithoutValues(cast.construction)

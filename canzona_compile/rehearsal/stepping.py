@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from canzona_compile.eager.cell import carried, step_alone, step_together, whole_copy
+from canzona_compile.eager.cell import carried, step_all, step_alone, whole_copy
 from canzona_compile.eager.own_object import OwnObject, Recipe
-from canzona_compile.eager.publish import cells_of, check_agreed, show
+from canzona_compile.eager.publish import show
 from canzona_compile.eager.shadow import ObjectShadow, Shadow
 from canzona_compile.errors import some
 from canzona_compile.rehearsal.trial import contents_of
@@ -96,39 +96,22 @@ class OneByOne(Plainly):
             param.data.copy_(step_alone(optimizer, optimizer.param_groups[g], own, optimizer.state[param], groups))
 
 
-class Together(Plainly):
-    """Steps whole copies of parameters on twins, as the ranks do that step all of them, or those of a group.
-
-    Args:
-        by_group: whether each group steps by itself, the last one first, so that what it leaves to others shows.
-    """
-
-    def __init__(self, by_group: bool) -> None:
-        self.by_group = by_group
+class AtOnce(Plainly):
+    """Steps whole copies of all parameters on a twin, as the rank does that steps them all."""
 
     def step(self) -> None:
         """Step all parameters."""
         small, real = self.small, self.small.optimizer
-        groups = real.param_groups
         copies: dict[Tensor, Tensor] = {p: whole_copy(p, p.grad, carried(p), p.requires_grad) for p in small.params}
+        state = {own: real.state[param] for param, own in copies.items() if param in real.state}
         with hidden(small.params, values=True):
-            left = [
-                step_together(
-                    real,
-                    {g: [copies[p] for p in groups[g]["params"]] for g in cell},
-                    {copies[p]: real.state[p] for g in cell for p in groups[g]["params"] if p in real.state},
-                )
-                for cell in reversed(cells_of([len(group["params"]) for group in groups], self.by_group))
-            ]
-        check_agreed([one.published for one in left], real)
-        for one in left:
-            show(one.published, real)
-        state = {param: entry for one in left for param, entry in one.state.items()}
+            result = step_all(real, [[copies[p] for p in group["params"]] for group in real.param_groups], state)
+        show(result.homes, result.same, real)
         for param, own in copies.items():
             param.data.copy_(own.detach())
             real.state.pop(param, None)
-            if own in state:
-                real.state[param] = state[own]
+            if own in result.state:
+                real.state[param] = result.state[own]
 
 
 class Constructed(Plainly):

@@ -1,9 +1,8 @@
-"""Rehearse parameters that depend on one another: whole copies of a group step together, or of the whole model."""
+"""Rehearse the step of all parameters at once, beside the plain optimizer's: on whole copies, without the real ones."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +15,10 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, attribute_of, difference, where
-from canzona_compile.rehearsal.real_sizes import check_outside, coupled_at_real_sizes
+from canzona_compile.rehearsal.real_sizes import check_outside
 from canzona_compile.rehearsal.rehearsal import Compared, Rehearsal, default_names, device_of, habits_of, together
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
-from canzona_compile.rehearsal.stepping import Together
+from canzona_compile.rehearsal.stepping import AtOnce
 from canzona_compile.rehearsal.trial import RehearsedSteps, take
 from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.homes import odd_state, own_attributes
@@ -27,18 +26,13 @@ from canzona_compile.replica.object_state import Finder, NoPlace
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
 
-# Not yet: nothing looks again once groups were shown independent. An option, a number on the optimizer, a gradient that
-# no scenario has or a late step may couple them, and one rank that steps all parameters is right whatever happens.
-GROUPS_APART = False
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def rehearse_coupled(
     optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = (), advice: str = ""
 ) -> Rehearsal:
-    """Rehearse an optimizer whose parameters step together: those of each group if that is enough, or all at once.
-
-    Every rank gets the same, without communication.
+    """Rehearse an optimizer that steps all parameters at once. Every rank gets the same, without communication.
 
     Args:
         optimizer: the optimizer.
@@ -53,11 +47,7 @@ def rehearse_coupled(
     names = names or default_names(optimizer)
     try:
         check_held(optimizer)
-        plain = [plain_steps(optimizer, scenario, refused) for scenario in cast]
-        by_group = steps_by_group(optimizer, plain, names)
-        if not by_group:
-            for scenario, own in plain:
-                check_together(optimizer, scenario, own, names)
+        found = [rehearse_one(optimizer, scenario, refused, names) for scenario in cast]
         check_outside(optimizer)
     except UnsupportedOptimizer as problem:
         if problem is refused or problem.problem == refused.problem:
@@ -67,28 +57,25 @@ def rehearse_coupled(
         raise UnsupportedOptimizer(
             refused.problem, at=refused.at, hint=f"{hint}one rank cannot step all parameters at once either: {told}"
         ) from refused
-    habits = habits_of(
-        Compared(scenario, own, own).habits(asked) for (scenario, own), asked in zip(plain, cast, strict=True)
-    )
-    places = frozenset().union(*(places_changed(own) for _, own in plain))
+    habits = habits_of(one.habits(asked) for one, asked in zip(found, cast, strict=True))
+    places = frozenset().union(*(places_changed(one.plain) for one in found))
     attributes = frozenset(attribute_of(place) for place in places) - {""}
     hyperparameters = frozenset(p.partition("['")[2].partition("']")[0] for p in places if p.startswith("param_groups"))
-    update = CoupledUpdate(refused.problem, advice, by_group, attributes, hyperparameters)
-    return replace(habits, counters=frozenset(), coupled=update)
+    return replace(
+        habits, counters=frozenset(), coupled=CoupledUpdate(refused.problem, advice, attributes, hyperparameters)
+    )
 
 
-def plain_steps(
-    optimizer: Optimizer, scenario: Scenario, refused: UnsupportedOptimizer
-) -> tuple[Scenario, RehearsedSteps]:
-    """Take the steps of a scenario as the plain optimizer does; if that fails at missing gradients, without these.
-
-    Returns:
-        The scenario that was taken, and what the steps did.
+def rehearse_one(
+    optimizer: Optimizer, scenario: Scenario, refused: UnsupportedOptimizer, names: NamesByGroup
+) -> Compared:
+    """Rehearse one scenario; if the plain step fails at missing gradients, without these.
 
     Raises:
-        UnsupportedOptimizer: `refused`, if the first step fails; or the optimizer draws random numbers, or changes
-            what other ranks cannot be shown.
+        UnsupportedOptimizer: the step does something else on whole copies, draws random numbers, communicates or fails,
+            or changes what other ranks cannot be shown.
     """
+    kind = plain_class(optimizer).__name__
     for one in (scenario, replace(scenario, missing={})):
         plain = together(optimizer, one)
         if plain.error is None:
@@ -96,45 +83,16 @@ def plain_steps(
     if plain.error is not None and not plain.after:
         raise refused
     if plain.drew:
-        raise UnsupportedOptimizer(f"{plain_class(optimizer).__name__} draws random numbers")
-    return one, plain
-
-
-def steps_by_group(optimizer: Optimizer, plain: Sequence[tuple[Scenario, RehearsedSteps]], names: NamesByGroup) -> bool:
-    """Find out whether parameters depend on those of their own group only, and there are several groups.
-
-    Args:
-        optimizer: the optimizer.
-        plain: scenarios, and what the plain optimizer did in each.
-        names: those of its parameters by group.
-    """
-    if not GROUPS_APART or sum(bool(group["params"]) for group in optimizer.param_groups) < 2:
-        return False
-    try:
-        for scenario, own in plain:
-            check_together(optimizer, scenario, own, names, by_group=True)
-        return not coupled_at_real_sizes(optimizer, names, by_group=True)
-    except UnsupportedOptimizer:  # all of them at once may still do
-        return False
-
-
-def check_together(
-    optimizer: Optimizer, scenario: Scenario, plain: RehearsedSteps, names: NamesByGroup, by_group: bool = False
-) -> None:
-    """Raise unless copies of parameters that step together give what the plain optimizer gives.
-
-    Raises:
-        UnsupportedOptimizer: they do not, or the step communicates, or changes what other ranks cannot be shown.
-    """
+        raise UnsupportedOptimizer(f"{kind} draws random numbers")
     with seeded(device_of(optimizer)):
-        cells = take(optimizer, scenario, Together(by_group))
+        cells = take(optimizer, one, AtOnce())
     if places := difference(plain, cells):
         failed = cells.error if plain.error is None else None
         reason = "" if failed is None else f": {first_line(failed)}{blamed(failed)}"
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step does something else on copies of its parameters{reason}",
-            at=where(places, scenario, names),
+            f"{kind}.step does something else on copies of its parameters{reason}", at=where(places, one, names)
         )
+    return Compared(one, plain, cells)
 
 
 def places_changed(found: RehearsedSteps) -> frozenset[str]:

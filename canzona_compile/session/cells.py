@@ -2,8 +2,8 @@
 
 A matrix steps on a twin of the optimizer that sees it alone, or by an optimizer object of its own, which its owner
 holds in `optimizer.state`, where portable state takes its place when the plan ends. Where parameters depend on one
-another, a rank steps whole copies of all that depend between two programs: the first brings them, the second takes
-the new ones back.
+another, one rank steps whole copies of all of them between two programs: the first brings them, the second takes the
+new ones back.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.eager.cell import Left, carried, check_no_fragments, step_alone, step_together, whole_copy
+from canzona_compile.eager.cell import carried, check_no_fragments, step_all, step_alone, whole_copy
 from canzona_compile.eager.nodes import Part
 from canzona_compile.eager.own_object import OWN_OBJECT, OwnObject, Recipe, is_portable
-from canzona_compile.eager.publish import Published, cells_of, check_agreed, show
+from canzona_compile.eager.publish import show
 from canzona_compile.eager.shadow import ObjectShadow
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, OneRankSteps, UnsupportedOptimizer
 from canzona_compile.ir.program_ops import Watch
@@ -182,7 +182,7 @@ class Cells:
         own.follow(self.optimizer.param_groups[bound.param_group], atoms_of(self.optimizer))
         return own.step(param, grad)
 
-    # -- parameters that step together ---------------------------------------------------------------
+    # -- the whole model -----------------------------------------------------------------------------
 
     def bring(self, task: str, param: Tensor, grad: Tensor | None) -> None:
         """Keep copies of a whole parameter, and of its gradient if it has one."""
@@ -193,40 +193,27 @@ class Cells:
         """Return the new value of a parameter."""
         return self._brought[task].detach()
 
-    def step_brought(self, groups: Sequence[int]) -> Left:
-        """Step what was brought of some parameter groups; the optimizer stays as it is.
+    def step_brought(self) -> tuple[Any, Any, list[str]]:
+        """Step what was brought; return what every rank has to know: `show`'s arguments, and which tasks have state.
 
         Raises:
             UnsupportedOptimizer: the step draws random numbers, or changes what other ranks cannot be shown.
         """
-        params: dict[int, list[Tensor]] = {g: [] for g in groups}
-        state: dict[Tensor, dict[str, Any]] = {}
-        states, device = self.optimizer.state, torch.device("cpu")
+        by_group: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        states, brought = self.optimizer.state, self._brought
         for name, bound in self.plan.bound.items():
-            if bound.param_group in params:
-                own = self._brought[name]
-                device = own.device
-                params[bound.param_group].append(own)
-                if bound.param in states:
-                    state[own] = states[bound.param]
-        with watched(device) as dice:
-            left = step_together(self.optimizer, params, state)
+            by_group[bound.param_group].append(brought[name])
+        state = {brought[n]: states[b.param] for n, b in self.plan.bound.items() if b.param in states}
+        with watched(next(iter(brought.values())).device) as dice:
+            left = step_all(self.optimizer, by_group, state)
         if dice.drew_random:
             raise UnsupportedOptimizer(f"{self._kind} draws random numbers by now")
-        return left
-
-    def stateful(self, left: Left) -> list[str]:
-        """The tasks that have state after a step."""
-        return [name for name, own in self._brought.items() if own in left.state]
-
-    def keep(self, left: Left) -> None:
-        """Give the optimizer the state that a step left for parameters of its groups."""
-        states = self.optimizer.state
         for name, bound in self.plan.bound.items():
-            if bound.param_group in left.published.groups:
-                states.pop(bound.param, None)
-                if (own := self._brought[name]) in left.state:
-                    states[bound.param] = left.state[own]
+            states.pop(bound.param, None)
+            if brought[name] in left.state:
+                states[bound.param] = left.state[brought[name]]
+        stateful = [name for name, bound in self.plan.bound.items() if bound.param in states]
+        return left.homes, left.same, stateful
 
     def forget_brought(self) -> None:
         """Free the copies."""
@@ -234,56 +221,40 @@ class Cells:
 
 
 class CoupledStep:
-    """Steps parameters that depend on one another: each group, or all, is brought to one rank, stepped and taken back.
+    """Steps all parameters of an optimizer that couples them: they are brought to one rank, stepped, and taken back.
 
     Args:
-        cells: of the plan, in which one rank owns the tasks of each group, or all tasks.
+        cells: of the plan, in which one rank owns all tasks.
         groups: finds process groups.
         rank: this rank, global.
         watch: waits for collectives.
-
-    Attributes:
-        owned: by owner rank, the cells that it steps, which are positions of parameter groups.
 
     Raises:
         UnsupportedOptimizer: a parameter is no whole tensor to the plan.
     """
 
     def __init__(self, cells: Cells, groups: Groups, rank: int, watch: Watch) -> None:
-        self.cells, self.groups, self.rank, self.watch = cells, groups, rank, watch
+        self.cells, self.groups, self.watch = cells, groups, watch
         self.plan = plan = cells.plan
-        self.ranks = plan.owned.tasks[0].layout.grid.members()
+        task = plan.owned.tasks[0]
+        self.ranks = task.layout.grid.members()
+        self.owner = self.ranks[0] if task.owner is None else task.layout.grid.ranks[task.owner[0]][task.owner[1]]
+        self.here = self.owner == rank
         first = next(iter(plan.bound.values()))
-        assert first.kind.coupled is not None
-        self.update, self.device = first.kind.coupled, first.param.device
+        update, kind = first.kind.coupled, plain_class(cells.optimizer).__name__
+        assert update is not None
+        self.device = first.param.device
         check_whole(plan.bound)
-        owners = {plan.bound[task.name].param_group: self._owner(task) for task in plan.owned.tasks}
-        sizes = [len(group["params"]) for group in cells.optimizer.param_groups]
-        self.owned: dict[int, list[tuple[int, ...]]] = {}
-        for cell in cells_of(sizes, self.update.by_group):
-            owner = next(owners[g] for g in cell if g in owners)
-            self.owned.setdefault(owner, []).append(cell)
-        if rank in self.owned and len(self.ranks) > 1:
-            self._warn()
-
-    def _owner(self, task: Task) -> int:
-        grid = task.layout.grid
-        return self.ranks[0] if task.owner is None else grid.ranks[task.owner[0]][task.owner[1]]
-
-    def _warn(self) -> None:
-        own = {g for cell in self.owned[self.rank] for g in cell}
-        mine = [b for b in self.plan.bound.values() if b.param_group in own]
-        size = sum(math.prod(b.task.shape) * b.param.element_size() for b in mine)
-        which = f"of {len(self.owned[self.rank])} parameter groups " if self.update.by_group else ""
-        advice = f"; to let every rank step its share, {self.update.hint}" if self.update.hint else ""
-        warnings.warn(
-            OneRankSteps(
-                f"rank {self.rank} alone steps all parameters {which}of {plain_class(self.cells.optimizer).__name__} "
-                f"and keeps their state ({len(mine)} parameters, {size / 2**20:.3g} MiB), because "
-                f"{self.update.reason}{advice}"
-            ),
-            stacklevel=3,
-        )
+        if self.here and len(self.ranks) > 1:
+            size = sum(math.prod(t.shape) * first.param.element_size() for t in plan.owned.tasks)
+            advice = f"; to let every rank step its share, {update.hint}" if update.hint else ""
+            warnings.warn(
+                OneRankSteps(
+                    f"rank {rank} alone steps all parameters of {kind} and keeps their "
+                    f"state ({len(plan.bound)} parameters, {size / 2**20:.3g} MiB), because {update.reason}{advice}"
+                ),
+                stacklevel=2,
+            )
 
     def step(self, ready: Names, run: Callable[[ProgramKey], None]) -> list[str]:
         """Take the step.
@@ -297,32 +268,17 @@ class CoupledStep:
         """
         there = set(ready)
         names = tuple(self.plan.bound)
-        optimizer = self.cells.optimizer
         try:
             run(self._program(names, [Part.BRING if name in there else Part.STILL for name in names]))
-            mine = [self.cells.step_brought(cell) for cell in self.owned.get(self.rank, ())]
-            published, stateful = self._sent(mine)
-            check_agreed(published, optimizer)
-            for one in published:
-                show(one, optimizer)
-            for left in mine:
-                self.cells.keep(left)
+            left: Any = self.cells.step_brought() if self.here else None
+            if len(self.ranks) > 1:
+                left = send_values(left, self.owner, self.groups.of(self.ranks), self.device, self.watch)
+            homes, same, stateful = left
+            show(homes, same, self.cells.optimizer)
             run(self._program(names, [Part.TAKE] * len(names)))
         finally:
             self.cells.forget_brought()
-        return stateful
-
-    def _sent(self, mine: Sequence[Left]) -> tuple[list[Published], list[str]]:
-        """Send what the steps of this rank left; what those of all ranks left, and the tasks that have state then."""
-        own: Any = [(left.published, self.cells.stateful(left)) for left in mine]
-        found: list[tuple[Published, list[str]]] = []
-        for owner in self.owned:
-            if len(self.ranks) > 1:
-                given = own if owner == self.rank else None
-                found += send_values(given, owner, self.groups.of(self.ranks), self.device, self.watch)
-            else:
-                found += own
-        return [published for published, _ in found], [name for _, names in found for name in names]
+        return list(stateful)
 
     def _program(self, names: Names, parts: Sequence[Part]) -> ProgramKey:
         """The program in which tasks take these parts of the step."""

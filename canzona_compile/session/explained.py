@@ -30,8 +30,8 @@ class ExplainedParameter:
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
         rank: the rank that computes it alone, where one of several does.
         cell: of what is eager, what steps together and whose object steps: "matrix" (each matrix, on the object that
-            all share), "own object" (each matrix, on an optimizer object of its own), "group" (all parameters of a
-            group at once, because they depend on one another) or "model" (all parameters at once).
+            all share), "own object" (each matrix, on an optimizer object of its own) or "model" (all parameters at
+            once, because they depend on one another).
     """
 
     name: str
@@ -100,7 +100,7 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         if name not in owned:
             yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
         elif bound.kind.coupled is not None:
-            yield ExplainedParameter(name, shape, "eager", reason, cell=bound.kind.coupled.cell)
+            yield ExplainedParameter(name, shape, "eager", reason, cell="model")
         elif bound.kind.recipe is not None:
             yield ExplainedParameter(name, shape, "eager", reason, cell="own object")
         elif reason:

@@ -224,8 +224,9 @@ class Session(PortableState):
         try:
             self._settle(driver, "" if change is None else change.text, error)
         except CanzonaError:
-            self._plans_anew = True
-            self.capture.forget_kinds()  # what a rank captured for a step that others did not take has other names
+            if driver.shares:
+                self._plans_anew = True
+                self.capture.forget_kinds()  # what a rank captured for a step that others did not take has other names
             raise
         return self._planned() if change is not None and change.kind is ChangeKind.REPLAN else driver
 
@@ -234,8 +235,8 @@ class Session(PortableState):
             self.release()
             driver = self.driver = self._start()
         driver.clock = self.measuring.clock
-        self._settle(driver, "", None)
         self._plans_anew = False
+        self._settle(driver, "", None)
         return driver
 
     @contextlib.contextmanager
@@ -278,7 +279,9 @@ class Session(PortableState):
         """Raise unless every rank found what this rank found, reads the same numbers, and can take the step."""
         assert self._agreement is not None
         with self.telling(), during(self.measuring.clock, "agree"):
-            numbers = {} if self._plans_anew else self.measuring.marked(driver.numbers())
+            numbers = self.measuring.marked(driver.numbers())
+            if self._plans_anew:  # those of the last step; the next ones are compared once the plan is there
+                numbers = dict.fromkeys(numbers, "")
             verdict = self._agreement.settle(numbers, change, error)
         if verdict is not None:
             raise verdict

@@ -6,6 +6,7 @@ import contextlib
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.eager.shadow import Shadow
@@ -324,7 +325,11 @@ class StepDriver:
             {**self.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
             for g in groups
         ]
+        doubles = [(b.param, b.param.data) for b in present if b.rehearsed is not None]
         step_plainly(twin)
+        for param, memory in doubles:  # a step that assigns to `.data` gives a double another memory than its bucket's
+            if not isinstance(param, DTensor) and param.data_ptr() != memory.data_ptr():
+                param.data = memory.copy_(param.data)
         state.update({b.param: twin.state[b.param] for b in present if b.param in twin.state})
 
     def _run(self, program: BoundProgram) -> None:

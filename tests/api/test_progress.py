@@ -128,3 +128,10 @@ def test_what_is_asked_for_goes_to_standard_error(
     part.debug("not this")
     logging.getLogger("canzona_compile.session.anything").info("nor this")
     assert capsys.readouterr() == ("", "[rank3] canzona_compile.capture.anything: this\n")
+
+
+def test_words_on_progress_are_logged_by_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger(*logs.PARTS["progress"]), "debug", lambda _form, words: said.append(words))
+    progress.tell("something")
+    assert said == ["something"]

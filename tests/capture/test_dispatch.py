@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import canzona_compile
 from tests.harness import odd_optimizers as odd
 from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, feed
+from tests.harness.toy_optimizers import PerParameter, cube
 
 
 def ways(pair: Pair) -> set[tuple[str, str]]:
@@ -124,3 +127,17 @@ def test_graphs_stay_a_family_when_the_first_one_is_dropped() -> None:
         pair.set("lr", 0.1 / (step + 1))
         pair.step()
     assert ways(pair) == {("compiled", "dispatch")}
+
+
+class RateOfValues(PerParameter):
+    """Takes its rate from values, on which the meta function of an operator branches: fake tensors have none."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        param.sub_(cube(grad), alpha=grad.sum().item())
+
+
+def test_errors_that_a_recording_expects_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs them with a traceback of sixty lines, which looks like a crash."""
+    pair = Pair(RateOfValues, captures_anew=True)
+    pair.steps(2)
+    assert [record.name for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import canzona_compile
 from tests.data_parallel.models import MAKERS
 from tests.data_parallel.runs import alone, compare_with_ddp, compare_with_plain
+from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed
+from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
+from tests.harness.toy_habits import NewData
 
 STEPS = 20
 BUCKETS = 40_000  # bytes: several buckets, uniform and uneven ones
@@ -53,3 +59,24 @@ def test_one_rank_alone() -> None:
 def test_the_norm_has_the_bits_of_torch_s_where_no_parameter_is_cut() -> None:
     for found in run(2, compare_with_ddp, "muon and adamw", STEPS, vocabulary=200, **LIKE_USERS):
         assert found == []
+
+
+def new_data(of: str) -> list[str]:
+    """What differs after steps that assign to `.data`, of two copies of a model with equal gradients on both ranks."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    other = copy.deepcopy(plain)
+    wanted, found = NewData(plain.parameters(), of=of), NewData(other.parameters(), of=of)
+    canzona_compile.zero1(other, found, mesh=mesh_of((2,), ("dp",)))
+    for step in range(3):
+        for model, optimizer in ((plain, wanted), (other, found)):
+            optimizer.zero_grad()
+            model(torch.arange(30.0).view(5, 6) + step).square().mean().backward()
+            optimizer.step()
+    pairs = zip(plain.named_parameters(), other.parameters(), strict=True)
+    return [name for (name, one), two in pairs if not same_bits(one, two)]
+
+
+@pytest.mark.parametrize("of", ["param", "state"])
+def test_new_data_reaches_buckets(of: str) -> None:
+    assert run(2, new_data, of) == [[], []]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
@@ -261,23 +260,10 @@ def test_function_modes_of_users(explained: bool) -> None:
     assert pair.report.fallbacks == {}
 
 
-class NewData(PerParameter):
-    """An elementwise step that assigns to `.data`, of the parameter or of its state."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
-        if group["of"] == "param":
-            param.data = param.data - group["lr"] * grad
-            return
-        if not state:
-            state["mean"] = torch.zeros_like(param)
-        state["mean"].data = 0.9 * state["mean"].data + grad
-        param.sub_(state["mean"], alpha=group["lr"])
-
-
 def new_data(of: str) -> tuple[list[int], set[str]]:
     values = [p.detach() for p in parameters([(8, 6), (5, 4)])]
-    laid, plain = Laid(values, Case("fsdp", (2,))), NewData([torch.nn.Parameter(v.clone()) for v in values], of=of)
-    wrapped = canzona_compile.wrap(NewData(list(laid.params), of=of))
+    laid, plain = Laid(values, Case("fsdp", (2,))), toys.NewData([torch.nn.Parameter(v.clone()) for v in values], of=of)
+    wrapped = canzona_compile.wrap(toys.NewData(list(laid.params), of=of))
     for step in range(3):
         feed(plain, step)
         for i, (param, whole) in enumerate(zip(laid.params, params_of(plain), strict=True)):

@@ -80,14 +80,12 @@ def train(name: str, case: Case, missing: Missing = never, **options: Any) -> tu
     return different(part.values(), wanted), part.optimizer.canzona.explain().parameters[0].why[:42], shown, hows
 
 
-def good(_name: str) -> tuple[list[int], str, bool, list[str]]:
-    """What `train` returns if all is well."""
-    return [], "one rank steps all parameters at once, bec", True, ["eager model"] * 4
+GOOD = ([], "one rank steps all parameters at once, bec", True, ["eager model"] * 4)
 
 
 def alone(name: str) -> None:
     """Train in one process. Ranks that have it behind them need not rehearse anew."""
-    assert train(name, ALONE) == good(name)
+    assert train(name, ALONE) == GOOD
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -99,21 +97,21 @@ def test_in_one_process(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "case"),
     only(
-        [("distance", Case("fsdp", (3,))), ("norm", Case("ddp", (2,))), ("groups", Case("fsdp", (2,)))],
+        [("distance", Case("fsdp", (3,))), ("norm", Case("ddp", (2,)))],
         list(MAKERS),
         [Case("fsdp", (2,)), Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,)), Case("tp_columns", (2,))],
     ),
     ids=str,
 )
 def test_on_ranks(name: str, case: Case) -> None:
-    assert run(case.world, train, name, case, after=partial(alone, name)) == [good(name)] * case.world
+    assert run(case.world, train, name, case, after=partial(alone, name)) == [GOOD] * case.world
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", only([("distance",), ("groups",)], ["distance", "norm", "positions", "groups"]))
+@pytest.mark.parametrize("name", only([("distance",)], ["distance", "norm", "positions"]))
 def test_gradients_may_be_missing(name: str) -> None:
     found = run(2, train, name, Case("fsdp", (2,)), missing=one_at_times, after=partial(alone, name))
-    assert found == [good(name)] * 2
+    assert found == [GOOD] * 2
 
 
 def script(kind: str, case: Case, stop: int) -> list[str]:
@@ -253,11 +251,10 @@ def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
     only([("by hand", ALONE)], ["shards", "flat shards", "by hand"], [ALONE, Case("fsdp", (2,)), Case("ddp", (2,))]),
     ids=str,
 )
-@pytest.mark.parametrize("name", ["distance", "groups"])
-def test_saved_on_three_ranks_and_loaded_on_others(name: str, way: str, case: Case, tmp_path: Path) -> None:
-    after = partial(alone, name)
-    run(3, save, name, Case("fsdp", (3,)), tmp_path, way, after=after)
-    found = run(case.world, load, name, case, tmp_path, way, group=bool(case.mesh), after=after)
+def test_saved_on_three_ranks_and_loaded_on_others(way: str, case: Case, tmp_path: Path) -> None:
+    after = partial(alone, "distance")
+    run(3, save, "distance", Case("fsdp", (3,)), tmp_path, way, after=after)
+    found = run(case.world, load, "distance", case, tmp_path, way, group=bool(case.mesh), after=after)
     assert [one for one in found if one] == []
 
 

@@ -111,19 +111,6 @@ class NormOfGroup(Optimizer):
                 param.sub_(cube(param.grad), alpha=group["lr"] / (group["k"] + group["norm"]))
 
 
-class LargeAcross(NormOfGroup):
-    """Groups depend on one another if a parameter is large."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(p.numel() > 32 for p in params):
-            norm = torch.stack([p.grad.norm() for p in params]).norm()
-            for param in params:
-                param.grad.div_(norm)
-        super().step()
-
-
 class Failing(NormOnItself):
     """Raises at its fourth step, where a rehearsal of other numbers sees nothing."""
 
@@ -300,7 +287,6 @@ MAKERS = {
     "positions": Positions,
     "weights": AllWeights,
     "groups": NormOfGroup,
-    "large": LargeAcross,
 }
 SCRIPTED: dict[str, type[Scripted]] = {
     "shared rate": SharedRate,

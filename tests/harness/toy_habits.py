@@ -134,3 +134,16 @@ class Delegating(PerParameter):
     @property
     def param_groups(self) -> Any:
         return self.inner.param_groups
+
+
+class NewData(PerParameter):
+    """An elementwise step that assigns to `.data`, of the parameter or of its state."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        if group["of"] == "param":
+            param.data = param.data - group["lr"] * grad
+            return
+        if not state:
+            state["mean"] = torch.zeros_like(param)
+        state["mean"].data = 0.9 * state["mean"].data + grad
+        param.sub_(state["mean"], alpha=group["lr"])
