@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.compiled_calls import compiled_calls
-from canzona_compile.capture.dynamo import eagerly, outside_modes, silent
+from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.variant import FormChange, Source
-from canzona_compile.compat.torch_private import FAKE_LOGGER, pytree
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.copies import with_own_containers
 from canzona_compile.replica.error_origin import blamed, first_line
@@ -108,7 +108,7 @@ class FakeTwin:
             UnsupportedOptimizer: the step was refused.
         """
         try:
-            with self.note.read(), silent(FAKE_LOGGER):
+            with self.note.read():
                 step()
         except (CanzonaError, Swallowed):
             raise

@@ -16,8 +16,9 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from canzona_compile.capture.dynamo import silent
 from canzona_compile.capture.recording import RecordedCall, is_constant, number_in
-from canzona_compile.compat.torch_private import FakeTensorMode
+from canzona_compile.compat.torch_private import FAKE_LOGGER, FakeTensorMode
 from canzona_compile.ir.fx_utils import ancestors
 from canzona_compile.replica.raised import Untraceable
 
@@ -201,7 +202,9 @@ def _trace(
         sizes, strides = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad():
+    # Operators that ask for a value raise here, which torch would log as errors.
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with fake, torch.no_grad(), silent(FAKE_LOGGER):
         traced = make_fx(functionalize(run, remove="mutations"), tracing_mode="real", _allow_non_fake_inputs=True)(
             [like(t) for t in static.values()], [like(v) for v in inputs]
         )
