@@ -218,7 +218,8 @@ class OwnerSession(Session):
 
     def _whole_leaf(self, piece: str, name: str, value: DTensor) -> Tensor:
         """Gather a leaf of a piece from the ranks beside this one that hold its fragments. This is a collective."""
-        return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank)
+        assert self._agreement is not None
+        return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank, self._agreement.waiter)
 
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:

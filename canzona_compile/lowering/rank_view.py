@@ -74,7 +74,7 @@ class GroupView:
         found: dict[tuple[str, int, bool, bool], list[Task]] = {}
         for task in sorted(self.tasks, key=lambda t: t.index):
             near = task.owner is None or task.owner[0] == self.at[0]
-            empty = not task.layout.boxes[self.at[1]].numel and bool(self.group.exchanges)
+            empty = not task.layout.boxes[self.at[1]].numel and Phase.GATHER in self.exchanges
             if not empty or self.step.placed_of(task).counts:
                 found.setdefault((task.placed, task.param_group, near, empty), []).append(task)
         return [

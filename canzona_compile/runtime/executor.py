@@ -195,7 +195,7 @@ class Executor:
             case EagerTasks(tasks):
                 return [EagerTask(name, sources.eager) for name in tasks]
             case Group(ranks):
-                sources.groups.warm_up(ranks, sources.device)
+                sources.groups.warm_up(ranks, sources.device, sources.watch)
                 return sources.groups.of(ranks)
             case Watcher():
                 return sources.watch

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from canzona_compile.ir.program_ops import Watch
+
 Ranks = tuple[int, ...]
 
 
@@ -49,7 +51,7 @@ class Groups:
                 self._known[ranks] = new_group_of(ranks)
         return self._known[ranks]
 
-    def warm_up(self, ranks: Ranks, device: torch.device) -> None:
+    def warm_up(self, ranks: Ranks, device: torch.device, watch: Watch) -> None:
         """Run one tiny all-to-all among these ranks, the first time that they are asked for. This is a collective.
 
         NCCL connects peers lazily. Without this, the first uneven exchange of many ranks may deadlock.
@@ -57,12 +59,13 @@ class Groups:
         Args:
             ranks: the members of the process group.
             device: the device of the communicator.
+            watch: waits for it. A rank that fails while it makes the program never comes.
         """
         if ranks in self._warm:
             return
         self._warm.add(ranks)
         token = torch.zeros(len(ranks), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(torch.empty_like(token), token, group=self.of(ranks))
+        watch.wait(dist.all_to_all_single(torch.empty_like(token), token, group=self.of(ranks), async_op=True))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

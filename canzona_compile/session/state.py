@@ -25,9 +25,11 @@ from torch.optim import Optimizer
 from canzona_compile.eager.own_object import portable_of
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Box, Shape, laid_out_like
+from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.replica.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import Plan
@@ -44,6 +46,7 @@ class StateStore:
         gradients: those of the step that is taken.
         groups: finds process groups by their ranks.
         rank: this rank, global.
+        watch: waits for collectives.
 
     Attributes:
         params: the parameters by task.
@@ -52,8 +55,11 @@ class StateStore:
         initialised: the tasks that have state.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, gradients: StepGradients, groups: Groups, rank: int) -> None:
-        self.optimizer, self.plan, self.gradients, self.groups, self.rank = optimizer, plan, gradients, groups, rank
+    def __init__(
+        self, optimizer: Optimizer, plan: Plan, gradients: StepGradients, groups: Groups, rank: int, watch: Watch
+    ) -> None:
+        self.optimizer, self.plan, self.gradients = optimizer, plan, gradients
+        self.groups, self.rank, self.watch = groups, rank, watch
         self.params: dict[str, Tensor] = {t.name: plan.bound[t.name].param for t in plan.owned.tasks}
         self.fragments: dict[tuple[str, str], Tensor] = {}
         self.residents: dict[tuple[str, str], Tensor] = {}
@@ -257,7 +263,7 @@ class StateStore:
 
     def whole(self, task: Task, leaf: str, value: Tensor, shape: Shape | None = None) -> Tensor:
         """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica."""
-        return whole_leaf(task, leaf, value, self.groups, self.rank, shape)
+        return whole_leaf(task, leaf, value, self.groups, self.rank, self.watch, shape)
 
     def portable(self, task: Task) -> dict[str, Any]:
         """Return a task's state as the unwrapped optimizer would hold it. A collective if leaves are resident."""
@@ -282,7 +288,7 @@ class StateStore:
             if whole is None:
                 whole = leaf.blank(bound.param.device)
             source = grid.ranks[task.owner[0]][task.owner[1]]
-            dist.broadcast(whole, source, group=self.groups.of(grid.members()))
+            self.watch.wait(dist.broadcast(whole, source, group=self.groups.of(grid.members()), async_op=True))
         assert whole is not None
         if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
             return whole.clone()
@@ -295,9 +301,8 @@ class StateStore:
         if grid.size == 1 or task.owner is None:
             return state
         source = grid.ranks[task.owner[0]][task.owner[1]]
-        box: list[Any] = [state if self.owns(task) else None]
-        dist.broadcast_object_list(box, source, group=self.groups.of(grid.members()))
-        found: dict[str, Any] = box[0]
+        group, device = self.groups.of(grid.members()), self.params[task.name].device
+        found: dict[str, Any] = send_values(state, source, group, device, self.watch)
         if not self.owns(task):
             state.update(structure_of(found))  # the load of a checkpoint looks here for its keys
         return found

@@ -80,7 +80,7 @@ class StepDriver:
         self.capture, self.plan = capture, plan
         self.optimizer = optimizer = capture.optimizer
         self.gradients = StepGradients(capture, plan)
-        self.store = StateStore(optimizer, plan, self.gradients, groups, rank)
+        self.store = StateStore(optimizer, plan, self.gradients, groups, rank, watch)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
         self._cells = Cells(capture, plan, self.store)

@@ -12,13 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Layout, Shape
+from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.error_origin import first_line
 from canzona_compile.replica.snapshot import inner_tensors
 from canzona_compile.runtime.process_groups import Groups
 
 
-def whole_leaf(task: Task, leaf: str, value: Tensor, groups: Groups, rank: int, shape: Shape | None = None) -> Tensor:
+def whole_leaf(
+    task: Task, leaf: str, value: Tensor, groups: Groups, rank: int, watch: Watch, shape: Shape | None = None
+) -> Tensor:
     """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica.
 
     This is a collective if the leaf is a DTensor and the replica has several ranks. A class that is made of several
@@ -31,6 +34,7 @@ def whole_leaf(task: Task, leaf: str, value: Tensor, groups: Groups, rank: int, 
         value: the leaf, whole or as this rank's fragment.
         groups: finds process groups by their ranks.
         rank: this rank, global.
+        watch: waits for the collective.
         shape: of the whole tensor; None for that of `value`.
 
     Raises:
@@ -54,7 +58,8 @@ def whole_leaf(task: Task, leaf: str, value: Tensor, groups: Groups, rank: int, 
     received = torch.empty(sum(b.numel for b in boxes), dtype=local.dtype, device=local.device)
     sent = local.flatten().repeat(len(peers))
     sizes = [b.numel for b in boxes]
-    dist.all_to_all_single(received, sent, sizes, [local.numel()] * len(peers), group=group)
+    sent_sizes = [local.numel()] * len(peers)
+    watch.wait(dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group, async_op=True))
     whole = torch.empty(shape, dtype=local.dtype, device=local.device)
     for box, part in zip(boxes, received.split(sizes), strict=True):
         whole[box.slices()] = part.view(box.size)

@@ -93,6 +93,28 @@ def test_in_one_process(name: str) -> None:
     do_alone(partial(alone, name))
 
 
+def train_with_nothing_in_one(case: Case) -> tuple[list[bool], list[str]]:
+    """Train parameters of which one has no elements."""
+    shapes = ((7, 5), (0, 4), (6, 6))
+    part = SmallRun(MAKERS["norm"], shapes, case, True)
+    params = [nn.Parameter(value) for value in small_runs.drawn(shapes, -1)]
+    optimizer = MAKERS["norm"](params)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        for param, grad in zip(params, small_runs.drawn(shapes, step), strict=True):
+            param.grad = grad
+        optimizer.step()
+    part.steps(0, 3, never)
+    same = [same_bits(a, b) for a, b in zip(part.values(), values_of(optimizer), strict=True)]
+    return same, [row.how for row in part.optimizer.canzona.explain().parameters]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("ddp", (2,)), Case("fsdp", (2,))], ids=str)
+def test_a_parameter_without_elements(case: Case) -> None:
+    assert run(2, train_with_nothing_in_one, case) == [([True] * 3, ["eager"] * 3)] * 2
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "case"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.ir.pipeline import PassRecord
 from canzona_compile.replica.error_origin import failed_on
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed, full, only
@@ -70,6 +71,29 @@ def test_a_rank_dies_in_mid_step(case: Case, victim: int, call: int) -> None:
         assert f"no answer from rank {victim}" in outcome.said
     if case.layout != "hsdp":
         assert [outcome.changed for outcome in found] == [[]] * (case.world - 1)
+
+
+def step_with_a_failing_observer(case: Case, strategy: str, victim: int) -> Outcome:
+    """On rank `victim` an observer raises when the program of the first step was emitted, before ranks connect."""
+    trainer = Trainer(case, strategy=strategy)
+    trainer.gradients()
+
+    def fail(record: PassRecord) -> None:
+        if record.name == "emit":
+            raise ValueError("the disk is full")
+
+    if dist.get_rank() == victim:
+        trainer.optimizer.canzona.session.observers.append(fail)
+    return trainer.last_step()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["owner", "replicated"])
+def test_a_rank_fails_while_it_makes_the_program(strategy: str) -> None:
+    found = run(2, step_with_a_failing_observer, Case("fsdp", (2,)), strategy, 1, after=ready())
+    assert [outcome.error for outcome in found] == ["RankMismatch", "ValueError"]
+    assert "failed on rank 1: ValueError: the disk is full" in found[0].said
+    assert all(outcome.seconds < PATIENCE / 2 for outcome in found), "one waited for the process group's timeout"
 
 
 def step_without(absent: int, patience: float) -> Outcome | None:
