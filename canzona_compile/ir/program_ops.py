@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canzona_compile.compat.matmul_precision import Kept, put_back, set_precision
+from canzona_compile.compat.torch_private import OpOverload
 
 Index = tuple[Any, ...]
 
@@ -71,43 +74,42 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Returns:
         A list of the results, or a tuple of lists if `op` returns tuples.
     """
-    single = [not per_task(a) for a in args]
-    shared = {k: v for k, v in kwargs.items() if not per_task(v)}
-    own = {k: v for k, v in kwargs.items() if k not in shared}
-    first = next(iter(own.values())) if all(single) else args[single.index(False)]
-    count = length(first)
-    results = []
-    for i in range(count):
-        mine = [a if s else pick(a, i) for a, s in zip(args, single, strict=True)]
-        results.append(op(*mine, **shared, **{k: pick(v, i) for k, v in own.items()}))
+    columns = [entries(a) for a in args]
+    named = {k: own for k, v in kwargs.items() if (own := entries(v)) is not None}
+    (count,) = {len(own) for own in (*columns, *named.values()) if own is not None}
+    shared = {k: v for k, v in kwargs.items() if k not in named}
+    call = op._op if isinstance(op, OpOverload) else op  # what an overload's own __call__ calls, once per task
+    if shared:
+        call = partial(call, **shared)
+    rows = [repeat(a, count) if own is None else own for a, own in zip(args, columns, strict=True)]
+    if named:
+        places = zip(*named.values(), strict=True)
+        results = [call(*row, **dict(zip(named, own, strict=True))) for *row, own in zip(*rows, places, strict=True)]
+    else:
+        results = list(map(call, *rows))
     if results and isinstance(results[0], tuple):
         return tuple(map(list, zip(*results, strict=True)))
     return results
 
 
-def per_task(value: Any) -> bool:
-    """Whether a value is a list with an entry per task, or a list of such lists."""
-    if not isinstance(value, list | tuple) or not value:
-        return False
-    return isinstance(value[0], (Tensor, EagerTask)) or nested(value)
+def entries(value: Any) -> Sequence[Any] | None:
+    """The entry of every task, if a value is a list that has one per task, or a list of such lists; else None.
 
-
-def nested(value: Sequence[Any]) -> bool:
-    """Whether a value is a list of lists that have an entry per task.
-
-    Such are the operands of a concatenation, and indices, some of which may be None.
+    Lists of lists are the operands of a concatenation, and indices, some of which may be None: each task gets the list
+    of their entries.
     """
-    return any(per_task(own) for own in value if isinstance(own, list | tuple))
-
-
-def pick(value: Any, i: int) -> Any:
-    """Entry i of a list, or, of a list of lists, the list of their entries i."""
-    return [own if own is None else pick(own, i) for own in value] if nested(value) else value[i]
-
-
-def length(value: Sequence[Any]) -> int:
-    """The number of tasks for which a list, or a list of lists, has entries."""
-    return length(next(own for own in value if own is not None)) if nested(value) else len(value)
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    if isinstance(value[0], (Tensor, EagerTask)):
+        return value
+    columns = [entries(own) for own in value]
+    count = next((len(own) for own in columns if own is not None), None)
+    if count is None:
+        return None
+    rows = zip(
+        *(repeat(one, count) if own is None else own for one, own in zip(value, columns, strict=True)), strict=True
+    )
+    return list(map(list, rows))
 
 
 def stack(values: Sequence[Tensor]) -> Tensor:
