@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -138,9 +137,6 @@ class PortableState:
     def _check_unbroken(self) -> None:
         raise NotImplementedError
 
-    def telling(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
     def meet(self, purpose: str) -> None:
         """Wait until all ranks have come with which this rank gathers portable state; not at all if there are none.
 
@@ -222,6 +218,6 @@ class PortableState:
         """Inside this context, `optimizer.state` is portable. Entering it is a collective if owners hold state."""
         with contextlib.ExitStack() as stack:
             if self.driver is not None:
-                with current_device(self.device), self.telling():
+                with current_device(self.device):
                     stack.enter_context(self.driver.store.shown_portably())
             yield

@@ -403,7 +403,7 @@ class Session(PortableState):
     def release(self) -> None:
         """Put the state into portable form and drop the plan. This is a collective if owners hold state."""
         if self.driver is not None:
-            with current_device(self.device), self.telling():
+            with current_device(self.device):
                 self.driver.release()
         if self.has_dummy_state:
             self.optimizer.state.clear()
