@@ -145,7 +145,7 @@ def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = fr
         symmetric: (family, leaf) of the owners' state that is symmetric now.
     """
     exact, plan = options.numerics == "exact", options.plan
-    form_groups = FormMicroGroups(capacity=options.capacity, groups=options.micro_groups, depth=options.depth)
+    form_groups = FormMicroGroups(options.capacity, options.micro_groups, options.depth, exact)
     return [
         form_groups if plan is None else FollowGroups(plan),
         FuseCollectives(),

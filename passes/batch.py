@@ -60,39 +60,45 @@ class Batching:
     def _stacked(self, placed: Placed, machine: Machine) -> Placed:
         """A cut with a compute graph for stacks; the cut itself if nothing starts a stack."""
 
-        def stackable(node: fx.Node) -> bool:
-            return self._stackable(node, machine)
+        def own(node: fx.Node) -> bool:
+            return stackable(node, machine, self.exact)
 
-        if not any(starts_stack(n) and stackable(n) for n in placed.compute.nodes):
+        if not stacks(placed, machine, self.exact):
             return placed
         wires = [w.name for w in placed.gather] if placed.kind.sharded else []
-        lifted = lift_stacked(placed.compute, wires, numbers(placed), stackable, foreach=machine.device == "cpu")
+        lifted = lift_stacked(placed.compute, wires, numbers(placed), own, foreach=machine.device == "cpu")
         return replace(placed, stacked=lifted)
 
-    def _stackable(self, node: fx.Node, machine: Machine) -> bool:
-        """Whether an operator may run on a stack of the tasks' operands."""
-        if name := factorization(node):
-            return not self.exact and gains_by_stacking(name, node, machine)
-        value = tensor_value(node)
-        if value is None:
-            return False
-        if pair := factors(node):
-            left, right = (turned(tuple(f.meta["val"].shape), flip) for f, flip in zip(pair, flips(node), strict=True))
-            more = addend(node)
-            plain = value.ndim == 2 and (more is None or tuple(more.meta["val"].shape) == tuple(value.shape))
-            # Our own products do not promise the library's bits, stacked or not.
-            equal = not self.exact or node.target in (SYM_GEMM, GEMM_AXPBY)
-            equal = equal or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
-            return product(node) and plain and equal
-        if node.target in DIMS:
-            return negative_dims(node)
-        if node.target in (aten.permute.default, PAD_CAST):
-            return True
-        # A 0-d operand never widens the dtype of the result, but a stack [n, 1, 1] of such operands may.
-        operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
-        same = all(v.dtype == value.dtype for v in operands)
-        equal = not self.exact or position_free(node, machine)
-        return pointwise(node) and equal and (same or node.target is aten._to_copy.default)
+
+def stacks(placed: Placed, machine: Machine, exact: bool) -> bool:
+    """Whether something in a cut starts a stack of the tasks' matrices."""
+    return any(starts_stack(n) and stackable(n, machine, exact) for n in placed.compute.nodes)
+
+
+def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
+    """Whether an operator may run on a stack of the tasks' operands."""
+    if name := factorization(node):
+        return not exact and gains_by_stacking(name, node, machine)
+    value = tensor_value(node)
+    if value is None:
+        return False
+    if pair := factors(node):
+        left, right = (turned(tuple(f.meta["val"].shape), flip) for f, flip in zip(pair, flips(node), strict=True))
+        more = addend(node)
+        plain = value.ndim == 2 and (more is None or tuple(more.meta["val"].shape) == tuple(value.shape))
+        # Our own products do not promise the library's bits, stacked or not.
+        equal = not exact or node.target in (SYM_GEMM, GEMM_AXPBY)
+        equal = equal or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
+        return product(node) and plain and equal
+    if node.target in DIMS:
+        return negative_dims(node)
+    if node.target in (aten.permute.default, PAD_CAST):
+        return True
+    # A 0-d operand never widens the dtype of the result, but a stack [n, 1, 1] of such operands may.
+    operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
+    same = all(v.dtype == value.dtype for v in operands)
+    equal = not exact or position_free(node, machine)
+    return pointwise(node) and equal and (same or node.target is aten._to_copy.default)
 
 
 def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:

@@ -15,10 +15,12 @@ from canzona_compile.analysis.step_time import (
     load_of,
     pipeline_seconds,
     rates_of,
+    shared_launches,
     weights,
 )
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task
+from canzona_compile.passes.batch import stacks
 
 TOLERANCE = 0.01  # fraction of the predicted time that the pass may give up to save memory
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of micro-groups that the pass tries
@@ -31,10 +33,11 @@ class FormMicroGroups:
     A micro-group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a
     limit; then its last task moves to the next micro-group. The caller's `capacity` limits the bytes. The limit of the
     makespan follows from the number of micro-groups: the pass tries several numbers and predicts the time of each
-    (`pipeline_seconds`). It keeps those of the shortest time, or within 1% of it where communication overlaps
-    computation. Of these it takes the one that holds the fewest bytes at once, and the smaller number on a tie. Where
-    communication and computation share the cores, that is one micro-group. A matrix that alone exceeds the capacity is
-    the only one that its owner has in its micro-group.
+    (`pipeline_seconds`), launches with it: matrices alike share theirs within a micro-group. It keeps those of the
+    shortest time, or within 1% of it if nothing is sent, or if communication overlaps computation. Of these it takes
+    the one that holds the fewest bytes at once, and the smaller number on a tie. Where communication and computation
+    share the cores, that is one micro-group. A matrix that alone exceeds the capacity is the only one that its owner
+    has in its micro-group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
 
@@ -42,11 +45,13 @@ class FormMicroGroups:
         capacity: the most bytes that a micro-group gathers to one rank.
         groups: how many micro-groups a grid should have; if None, the prediction decides.
         depth: how many micro-groups are in flight at once.
+        exact: whether the step uses exact numerics, which decides what can be stacked.
     """
 
     capacity: int
     groups: int | None = None
     depth: int = 2
+    exact: bool = True
 
     name: ClassVar[str] = "micro-group"
     requires: ClassVar[Form] = Form.OWNED
@@ -70,14 +75,16 @@ class FormMicroGroups:
         total, largest = makespan(tasks, placed), max(placed[t.placed].flops for t in tasks)
         counts = (self.groups,) if self.groups else COUNTS
         plans = [pack(tasks, placed, max(math.ceil(total / count), largest), self.capacity) for count in counts]
-        rates = rates_of(step.machine, grid.members())
+        rates, machine = rates_of(step.machine, grid.members()), step.machine
+        cuts = {t.placed for t in tasks}
+        shared = {n: shared_launches(placed[n], machine, stacks(placed[n], machine, self.exact)) for n in cuts}
 
         def seconds(plan: list[list[Task]]) -> float:
-            loads = [load_of(own, grid, placed) for own in plan]
+            loads = [load_of(own, grid, placed, shared) for own in plan]
             return round(pipeline_seconds(loads, rates, self.depth), 12)  # a tie is a tie, whatever the order of sums
 
         times = [seconds(plan) for plan in plans]
-        limit = min(times) * (1 + TOLERANCE * rates.overlap)
+        limit = min(times) * (1 + TOLERANCE * (rates.overlap or grid.size == 1))
         near = [plan for plan, time in zip(plans, times, strict=True) if time <= limit]
         return min(near, key=lambda plan: (live_bytes(plan, placed, self.depth), len(plan)))
 

@@ -2,22 +2,27 @@
 
 This completes the first of the two models of time (see `analysis.roofline`). The passes decide by it: which tasks every
 rank computes, how many micro-groups there are. Nobody else does: it has to be right in comparisons, not in seconds.
-Only the busiest rank counts, an owner of a group computes its FLOPs at one rate, and elementwise work takes no time.
+Only the busiest rank counts, an owner of a group computes its FLOPs at one rate, and elementwise work takes no time
+beside its launches.
 What single ranks do, and how they wait for one another, is the question of the second model, `simulation`, whose
 seconds the report shows.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.analysis.roofline import TYPICAL, graph_time
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Placed, Task
 from canzona_compile.machine.hardware import Machine, hardware_of
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class GridLoad:
         return flops + self.flops[None] + weight.flops, up + self.up[None] + weight.up
 
 
-def busiest(by_owner: Mapping[object, int]) -> int:
+def busiest(by_owner: Mapping[object, N]) -> N:
     """The amount of the busiest rank: the largest amount of an owner, plus the amount that every rank has."""
     return max((n for owner, n in by_owner.items() if owner is not None), default=0) + by_owner[None]
 
@@ -122,16 +127,68 @@ class GroupLoad:
         compute_flops: FLOPs of the busiest owner.
         scatter_bytes: bytes that the busiest rank scatters, and exchanges between replicas.
         collectives: that a rank takes part in.
+        launches: seconds of what is launched once for all tasks alike, on the busiest owner.
     """
 
     gather_bytes: float
     compute_flops: float
     scatter_bytes: float
     collectives: int
+    launches: float = 0.0
 
 
-def load_of(tasks: Sequence[Task], grid: Grid, placed: Mapping[str, Placed]) -> GroupLoad:
-    """The load of one micro-group, whose tasks share `grid`."""
+@dataclass(frozen=True, slots=True)
+class SharedLaunches:
+    """Seconds of launches that all tasks of one micro-group, cut and param group share.
+
+    Attributes:
+        fragments: of what every rank does with its fragments.
+        matrices: of what an owner does with whole matrices; 0 if it launches everything once for each of them.
+    """
+
+    fragments: float
+    matrices: float
+
+
+def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLaunches:
+    """The launches of a cut that do not grow with the number of its tasks.
+
+    Args:
+        placed: the cut.
+        machine: that launches.
+        stacks: whether its matrices are computed as a stack.
+    """
+    hardware = hardware_of(machine)
+    fragments, matrices = (
+        sum(graph_time(graph, hardware).launches(hardware) for graph in graphs)
+        for graphs in ((placed.prepare, placed.apply), (placed.compute,) if stacks else ())
+    )
+    return SharedLaunches(fragments, matrices)
+
+
+def launches_of(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches]) -> float:
+    """Seconds of the launches that tasks of one micro-group share, on its busiest owner."""
+    kinds = {(task.placed, task.param_group) for task in tasks}
+    by_owner: dict[object, float] = defaultdict(float)
+    for owner, cut, _ in {(task.owner, task.placed, task.param_group) for task in tasks}:
+        by_owner[owner] += shared[cut].matrices
+    return sum(shared[cut].fragments for cut, _ in kinds) + busiest({None: 0.0, **by_owner})
+
+
+def load_of(
+    tasks: Sequence[Task],
+    grid: Grid,
+    placed: Mapping[str, Placed],
+    shared: Mapping[str, SharedLaunches] | None = None,
+) -> GroupLoad:
+    """The load of one micro-group.
+
+    Args:
+        tasks: its tasks, which share `grid`.
+        grid: their ranks.
+        placed: the cuts by name.
+        shared: what tasks alike launch once, by cut; None if launches do not count.
+    """
     load = load_by_owner(tasks, placed)
     sharded, exchanged = grid.shards > 1, grid.replicas > 1
     owned = len(load.flops) > 1
@@ -141,6 +198,7 @@ def load_of(tasks: Sequence[Task], grid: Grid, placed: Mapping[str, Placed]) -> 
         compute_flops=float(busiest(load.flops)),
         scatter_bytes=down * (sharded + exchanged / grid.shards),
         collectives=sharded + owned * (sharded + exchanged),
+        launches=0.0 if shared is None else launches_of(tasks, shared),
     )
 
 
@@ -186,7 +244,7 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
         halves = max(1, g.collectives)
         up = g.gather_bytes / rates.wire + rates.latency * (halves - halves // 2) * (g.gather_bytes > 0)
         down = g.scatter_bytes / rates.wire + rates.latency * max(1, halves // 2) * (g.scatter_bytes > 0)
-        times.append((up, g.compute_flops / rates.flops, down))
+        times.append((up, g.compute_flops / rates.flops + g.launches, down))
     if not rates.overlap or depth == 1:
         return float(sum(map(sum, times)))
     rank = BusiestRank()

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import math
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +32,25 @@ from canzona_compile.replica.twin import as_written
 StepFunction = Callable[[Any], Any]
 
 
+_recording = threading.local()
+
+
 @contextlib.contextmanager
 def as_recorder() -> Iterator[None]:
-    """Set up what Dynamo needs. Every call of a compiled step must run inside this context."""
-    with interrupts_later(), torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow(), untouched():
+    """Set up what Dynamo needs. Every call of a compiled step must run inside this context.
+
+    Contexts may be nested: the outermost one sets up, which takes as long as Dynamo's guards, and serves all questions
+    of a step.
+    """
+    if getattr(_recording, "inside", False):
         yield
+        return
+    with interrupts_later(), torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow(), untouched():
+        _recording.inside = True
+        try:
+            yield
+        finally:
+            _recording.inside = False
 
 
 def compiled(step: StepFunction, backend: Callable[..., Any], unbroken: bool = False) -> StepFunction:

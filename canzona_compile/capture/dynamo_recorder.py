@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,11 @@ class DynamoRecorder(StepRecorder):
     way: ClassVar[str] = "Dynamo"
     with_numbers: ClassVar[bool] = True
     reads_counters: ClassVar[bool] = True
+
+    @staticmethod
+    def asking() -> AbstractContextManager[None]:
+        """Set up what Dynamo needs, for several questions at once."""
+        return as_recorder()
 
     def prepare(self) -> None:
         """Compile the twin's step, which traces nothing yet."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor, fx
@@ -107,6 +108,11 @@ class StepRecorder(FakeTwin, ABC):
         """
 
     # -- questions ---------------------------------------------------------------------------
+
+    @staticmethod
+    def asking() -> AbstractContextManager[None]:
+        """Return a context for several questions, which need not set up the same each time then."""
+        return nullcontext()
 
     def take(self, moment: StepInputs, group_counters: Collection[str]) -> tuple[Variant, StepInputs]:
         """Find out what the step does at a moment.

@@ -7,7 +7,7 @@ step too, and its counts are copied. Everything else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -121,8 +121,10 @@ def give_counts(twin: Optimizer, counts: Mapping[Counter, Any], known: Iterable[
             homes[counter.home].pop(counter.key, None)
 
 
-def counts_elsewhere(optimizer: Optimizer, counters: Iterable[Counter]) -> Counts:
+def counts_elsewhere(optimizer: Optimizer, counters: Collection[Counter]) -> Counts:
     """Return the current values of those counters that are not in a parameter group."""
+    if not counters:
+        return {}
     own = {counter: value for counter, value in counts_of(optimizer).items() if counter.home != "group"}
     for counter in counters:  # one may begin as an attribute of the class
         if counter.home == "self" and hasattr(optimizer, counter.key):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError, InvalidGradient
@@ -28,8 +31,7 @@ class HeldState:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._states: dict[str, tuple[Tensor, Any, list[Entry]]] = {}
-        self._sizes: dict[str, int] = {}
+        self.hold({})
 
     def hold(self, params: Mapping[str, Tensor]) -> None:
         """Note what these tasks have now.
@@ -38,10 +40,21 @@ class HeldState:
             params: the parameters by task; those that have no state yet are left out.
         """
         state = self.optimizer.state
-        self._states = {
+        self._states: dict[str, tuple[Tensor, Any, list[Entry]]] = {
             name: (param, state[param], list(entries(state[param]))) for name, param in params.items() if param in state
         }
-        self._sizes = {name: len(own) for name, (_, own, _) in self._states.items()}
+        self._params, self._owns = [p for p, _, _ in self._states.values()], [o for _, o, _ in self._states.values()]
+        self._entries = [(reader(c, value), key, value) for _, _, own in self._states.values() for c, key, value in own]
+        self._sizes = list(map(len, self._owns))
+
+    def _untouched(self) -> bool:
+        """Tell whether everything is where it was. This is asked on each step, so it loops in C."""
+        if not all(map(is_, map(self.optimizer.state.get, self._params), self._owns)):
+            return False
+        try:
+            return all(read(key) is value for read, key, value in self._entries)
+        except IndexError:
+            return False
 
     def cleared(self) -> list[str]:
         """Find the tasks whose state the user cleared, as a whole.
@@ -49,6 +62,8 @@ class HeldState:
         Raises:
             CanzonaError: the user replaced or removed some of the state of a parameter, but not all.
         """
+        if self._untouched():
+            return []
         state, gone = self.optimizer.state, []
         for name, (param, own, held) in self._states.items():
             now = state.get(param)
@@ -66,7 +81,7 @@ class HeldState:
 
     def grown(self) -> bool:
         """Tell whether the user put new entries into the state of a parameter."""
-        return any(len(own) != self._sizes[name] for name, (_, own, _) in self._states.items())
+        return list(map(len, self._owns)) != self._sizes
 
 
 def entries(state: Any) -> Iterator[Entry]:
@@ -85,6 +100,14 @@ def read_at(container: Any, key: Any) -> Any:
     return container[key] if key < len(container) else REMOVED
 
 
+def reader(container: Any, value: Any) -> Callable[[Any], Any]:
+    """Return what reads a container at a key, in C unless the value there is None, which dicts give for no entry."""
+    if value is None:
+        return partial(read_at, container)
+    read: Callable[[Any], Any] = container.get if isinstance(container, dict) else container.__getitem__
+    return read
+
+
 class HeldParameters:
     """The memory and the marks of parameters, and the gradients of the last step.
 
@@ -94,20 +117,24 @@ class HeldParameters:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = dict(params)
-        self._memory = self._addresses()
-        self._marks = self._all_marks()
+        self._memory = self._memory_now()
+        self._marks = self._marks_now()
         self._used: dict[str, weakref.ref[Tensor]] = {}
 
     def replaced(self) -> bool:
         """Tell whether memory or marks of a parameter were replaced."""
-        return self._addresses() != self._memory or self._all_marks() != self._marks
+        return self._memory_now() != self._memory or self._marks_now() != self._marks
 
-    def _addresses(self) -> list[tuple[int, torch.dtype]]:
-        parts = [local_part(param) for param in self.params.values()]
-        return [(part.data_ptr(), part.dtype) for part in parts]
+    # These two are asked on each step. So they loop in C, and only what has attributes is looked at.
 
-    def _all_marks(self) -> list[dict[str, Any]]:
-        return [plain_attributes(param) for param in self.params.values()]
+    def _memory_now(self) -> list[Any]:
+        parts = [p._local_tensor if isinstance(p, DTensor) else p for p in self.params.values()]
+        return [*map(Tensor.data_ptr, parts), *map(attrgetter("dtype"), parts)]
+
+    def _marks_now(self) -> dict[str, dict[str, Any]]:
+        if not any(map(vars, self.params.values())):
+            return {}
+        return {name: marks for name, param in self.params.items() if (marks := plain_attributes(param))}
 
     def use_gradients(self, names: Iterable[str]) -> None:
         """Make NaN of the gradients of a step that writes them, as the plain optimizer leaves other values in them."""

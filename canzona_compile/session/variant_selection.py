@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,8 @@ class VariantSelection:
         self.capture, self.optimizer, self.plan, self.ahead = capture, capture.optimizer, plan, ahead
         self.current: list[SameCounters] = []
         self._scalars: dict[tuple[str, int], Scalars] = {}
+        self._tasks: Sequence[str] = ()
+        self._of_one_kind: list[list[BoundParam]] = []  # these tasks, by kind and parameter group
 
     @uninterrupted
     def consult(self, tasks: Sequence[str], present: Container[str]) -> None:
@@ -89,20 +91,37 @@ class VariantSelection:
             Untraceable: some code takes a path that this plan does not know.
         """
         self.current, self._scalars = [], {}
-        bounds = [self.plan.bound[name] for name in tasks]
-        # Tasks that ranks share come first, so that tasks of one rank alone do not change their labels.
-        bounds.sort(key=lambda b: b.task.layout.grid.size == 1)
-        for (_, group, counters), members in self._alike(bounds).items():
-            kind = members[0].kind
-            for path, own in self._paths(kind, group, counters, members):
-                label = group
-                if (path.template, label) in self._scalars:
-                    label = len(self.optimizer.param_groups) + len(self._scalars)
-                self._scalars[path.template, label] = path.scalars
-                names = tuple(b.task.name for b in own)
-                self.current.append(SameCounters(kind, names, path.template, label, path.scalars, path.counters))
-        for (_, group, counters), members in self._alike(self._elementwise(present)).items():
-            self._ask(members[0].kind, group, counters)
+        if tasks != self._tasks:
+            bounds = [self.plan.bound[name] for name in tasks]
+            # Tasks that ranks share come first, so that tasks of one rank alone do not change their labels.
+            bounds.sort(key=lambda b: b.task.layout.grid.size == 1)
+            self._tasks, self._of_one_kind = tasks, by_kind(bounds)
+        with self._asking():
+            for members in self._of_one_kind:
+                for counters, own in self._alike(members).items():
+                    self._take(counters, own)
+            for members in by_kind(self._elementwise(present)):
+                for counters, own in self._alike(members).items():
+                    self._ask(own[0].kind, own[0].param_group, counters)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Set up once what the recorders need for their questions."""
+        with contextlib.ExitStack() as stack:
+            for way in {type(kind.recorder) for kind in self.capture.kinds.values() if kind.recorder is not None}:
+                stack.enter_context(way.asking())
+            yield
+
+    def _take(self, counters: tuple[Any, ...], members: Sequence[BoundParam]) -> None:
+        """Find the cohorts among tasks of one kind and parameter group that have equal counters."""
+        kind, group = members[0].kind, members[0].param_group
+        for path, own in self._paths(kind, group, counters, members):
+            label = group
+            if (path.template, label) in self._scalars:
+                label = len(self.optimizer.param_groups) + len(self._scalars)
+            self._scalars[path.template, label] = path.scalars
+            names = tuple(b.task.name for b in own)
+            self.current.append(SameCounters(kind, names, path.template, label, path.scalars, path.counters))
 
     @property
     def assignment(self) -> VariantAssignment:
@@ -121,19 +140,17 @@ class VariantSelection:
                 for leaf, value in cohort.counters.items():
                     write(state, cohort.kind.paths[leaf], value, cohort.kind.structure)
 
-    def _alike(self, bounds: Sequence[BoundParam]) -> dict[tuple[int, int, tuple[Any, ...]], list[BoundParam]]:
-        found: dict[tuple[int, int, tuple[Any, ...]], list[BoundParam]] = {}
-        for b in bounds:
-            if b.kind.recorder is not None:
-                found.setdefault((id(b.kind), b.param_group, self._counters(b)), []).append(b)
-        return found
-
-    def _counters(self, bound: BoundParam) -> tuple[Any, ...]:
-        kind = bound.kind
+    def _alike(self, members: list[BoundParam]) -> dict[tuple[Any, ...], list[BoundParam]]:
+        """Divide parameters of one kind by the counters in their state."""
+        kind = members[0].kind
         if not kind.python_state:
-            return ()
-        state = self.optimizer.state[bound.param]
-        return tuple(read(state, kind.paths[name]) for name in kind.python_state)
+            return {(): members}
+        found: dict[tuple[Any, ...], list[BoundParam]] = {}
+        paths = [kind.paths[name] for name in kind.python_state]
+        for b in members:
+            state = self.optimizer.state[b.param]
+            found.setdefault(tuple(read(state, path) for path in paths), []).append(b)
+        return found
 
     def _elementwise(self, present: Container[str]) -> list[BoundParam]:
         """The parameters that the optimizer's own step updates. Their code may later do more than elementwise work."""
@@ -159,13 +176,13 @@ class VariantSelection:
     def _ask(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> VariantPath:
         """Ask what the code does with these counters, or with counters that are `ahead` by some steps."""
         assert kind.recorder is not None
-        leaves = dict(zip(kind.python_state, counters, strict=False))
-        known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
+        leaves, elsewhere = dict(zip(kind.python_state, counters, strict=False)), self.capture.elsewhere()
+        known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, elsewhere)
         if ahead and kind.variant_period is not None:
             known = kind.variant_period.ahead(known, ahead)
         kind.recorder.put({name: known[name] for name in leaves})
         own = {c.key: known[c] for c in self.capture.counts if c.home == "group" and c in known}
-        elsewhere = {name: known[name] for name in self.capture.elsewhere()}
+        elsewhere = {name: known[name] for name in elsewhere}
         variant, scalars = kind.recorder.consult({**self.optimizer.param_groups[group], **own}, elsewhere)
         template = kind.templates.get(variant)
         if template is None or template.name not in self.plan.known:
@@ -185,6 +202,15 @@ class VariantSelection:
         with contextlib.suppress(Untraceable):
             return self._ask(kind, group, counters, ahead)
         return None
+
+
+def by_kind(bounds: Iterable[BoundParam]) -> list[list[BoundParam]]:
+    """Divide captured parameters by their kind and their parameter group."""
+    found: dict[tuple[int, int], list[BoundParam]] = {}
+    for b in bounds:
+        if b.kind.recorder is not None:
+            found.setdefault((id(b.kind), b.param_group), []).append(b)
+    return list(found.values())
 
 
 def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> VariantPath:

@@ -22,7 +22,7 @@ from canzona_compile.lowering.batch_graph import (
     lift_stacked,
     overwriting_chain,
 )
-from canzona_compile.passes import Batching
+from canzona_compile.passes.batch import stackable
 from tests.harness.random_graphs import NUMBERS, equal, evaluate, templates, values_for
 from tests.harness.samples import CPU, Builder, empty
 from tests.harness.untimed import untimed
@@ -131,13 +131,13 @@ def test_prepare_drops_the_last_cast_of_what_is_copied_and_of_nothing_else() -> 
 @given(templates(), COUNTS, SEEDS, st.booleans(), st.booleans())
 def test_compute_over_stacks(template: Template, count: int, seed: int, everything: bool, foreach: bool) -> None:
     """Whatever may run on stacks by itself also does so next to what may not."""
-    tasks, batching = tasks_of(template, count, seed), Batching(exact=True)
+    tasks = tasks_of(template, count, seed)
 
-    def stackable(node: fx.Node) -> bool:
+    def on_stacks(node: fx.Node) -> bool:
         batched = node.target in (aten.mm.default, aten.sum.default)  # other bits, or no rule
-        return batching._stackable(node, CPU) and not batched and (everything or hash(node.name) % 2 == 0)
+        return stackable(node, CPU, exact=True) and not batched and (everything or hash(node.name) % 2 == 0)
 
-    stacked = lift_stacked(template.graph, ("param", "grad"), SINGLE, stackable, foreach=foreach)
+    stacked = lift_stacked(template.graph, ("param", "grad"), SINGLE, on_stacks, foreach=foreach)
     values = lists(tasks)
     for name in stacked.inputs:
         values[name] = torch.stack(values[name])
@@ -162,8 +162,7 @@ def test_products_become_batched_products() -> None:
     flipped = b.call("flipped", aten.permute.default, b["x"], [1, 0])
     gram = b.call("gram", aten.mm.default, b["x"], flipped)
     graph = b.returns(b.call("cube", aten.addmm.default, b["x"], gram, b["x"], beta=0.5, alpha=2.0))
-    stackable = Batching(exact=True)._stackable
-    stacked = lift_stacked(graph, ("x",), (), lambda n: stackable(n, CPU), foreach=True)
+    stacked = lift_stacked(graph, ("x",), (), lambda n: stackable(n, CPU, exact=True), foreach=True)
     calls = [n.target for n in stacked.graph.nodes if n.op == "call_function"]
     assert calls == [aten.permute.default, aten.bmm.default, aten.baddbmm.default]
     random = torch.Generator().manual_seed(0)
