@@ -25,6 +25,7 @@ from canzona_compile.compat.torch_private import (
     guarded_values,
     set_in_dynamo,
     without_function_modes,
+    without_inductor,
     without_view_records,
 )
 from canzona_compile.replica.twin import as_written
@@ -45,7 +46,16 @@ def as_recorder() -> Iterator[None]:
     if getattr(_recording, "inside", False):
         yield
         return
-    with interrupts_later(), torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow(), untouched():
+    with (
+        interrupts_later(),
+        torch.no_grad(),
+        quiet(),
+        undecomposed(),
+        without_inductor(),
+        outside_modes(),
+        traceable_pow(),
+        untouched(),
+    ):
         _recording.inside = True
         try:
             yield

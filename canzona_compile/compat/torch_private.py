@@ -204,6 +204,30 @@ def at_start_of_traces(function: Callable[[Any], None]) -> Iterator[None]:
         callback_handler.remove_start_callback(function)
 
 
+@contextlib.contextmanager
+def without_inductor() -> Iterator[None]:
+    """Inside this context, Dynamo does not ask which gradients of a step a CUDA graph would copy.
+
+    The answer goes into a hint that nobody sees, and the question imports Inductor, which takes seconds.
+    """
+    from torch._dynamo.variables import optimizer
+
+    asks = getattr(optimizer, "_is_static_for_cudagraphs", None)
+    if asks is None or "torch._inductor.cudagraph_trees" in sys.modules or asks is is_static:
+        yield
+        return
+    setattr(optimizer, "_is_static_for_cudagraphs", is_static)  # noqa: B010  (mypy knows no such name)
+    try:
+        yield
+    finally:
+        setattr(optimizer, "_is_static_for_cudagraphs", asks)  # noqa: B010
+
+
+def is_static(_tensor: torch.Tensor) -> bool:
+    """Answer that a CUDA graph would not copy a tensor."""
+    return True
+
+
 def guarded_values(guards: Sequence[Any]) -> list[Any]:
     """For each guard that `guard_filter_fn` is asked about, the value that it is on; None if it has none."""
     return [guard.value if guard.has_value else None for guard in guards]

@@ -1,8 +1,9 @@
 """The two collectives of a bucket: reduce its gradients to their owners, and gather its parameters from them.
 
-Uniform buckets use the collectives of one tensor with equal shards, the fastest collectives of every backend.
-Uneven ones use the forms for lists, which NCCL makes of one reduction or broadcast per shard. Gloo has no all-gather of
-uneven shards; there an all-to-all sends the same bytes.
+The backend decides how. On NCCL uniform buckets use the collectives of one tensor with equal shards, and uneven ones
+the forms for lists, of which NCCL makes one reduction or broadcast per shard. Gloo's reduce-scatter reduces whole
+buckets on every rank, and its all-gather is slower than one broadcast per owner (`benchmarks/zero1_transports.py`).
+There an all-to-all brings the parts of a shard to its owner, which sums them in the order of ranks.
 """
 
 from __future__ import annotations
@@ -46,19 +47,30 @@ class DataParallelGroup:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective under way.
+    """A collective under way, or several of one bucket.
 
     Attributes:
         bucket: its bucket.
-        result: the tensor that it writes: a shard if it reduces, the whole bucket if it gathers.
+        result: what is there once it is done and `complete` was called: a shard if it reduces, the whole bucket if it
+            gathers.
         works: what to wait for; empty if it is done.
-        kept: memory that the collective still reads.
+        kept: memory that it still reads.
+        parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums.
     """
 
     bucket: Bucket
     result: Tensor
-    works: tuple[dist.Work, ...]
-    kept: tuple[Tensor, ...]
+    works: tuple[dist.Work, ...] = ()
+    kept: tuple[Tensor, ...] = ()
+    parts: Tensor | None = None
+
+    def complete(self) -> Tensor:
+        """Do what is left once all works are done, and return the result."""
+        if self.parts is not None:
+            torch.add(self.parts[0], self.parts[1], out=self.result)
+            for part in self.parts[2:]:  # one after the other, so that the sum has the bits of this order everywhere
+                self.result.add_(part)
+        return self.result
 
 
 def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
@@ -70,14 +82,18 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
         filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
     """
     shard = filled.new_empty(bucket.shard_lengths[group.rank])
-    if group.shard is None or not len(filled):
-        shard.copy_(filled)
-        return Pending(bucket, shard, (), ())
+    if group.shard is None or group.size == 1 or not len(filled):
+        return Pending(bucket, shard.copy_(filled))
+    if over_gloo(group.shard, filled.device):
+        parts = filled.new_empty(group.size, len(shard))
+        own, sent = [len(shard)] * group.size, list(bucket.shard_lengths)
+        work = dist.all_to_all_single(parts.view(-1), filled, own, sent, group=group.shard, async_op=True)
+        return Pending(bucket, shard, under_way(filled, work), (filled,), parts)
     if bucket.uniform:
         work = REDUCE_SCATTER(shard, filled, group=group.shard, async_op=True)
     else:
         work = dist.reduce_scatter(shard, shards_of(bucket, filled), group=group.shard, async_op=True)
-    return pending(bucket, shard, work, (filled,))
+    return Pending(bucket, shard, under_way(filled, work), (filled,))
 
 
 def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
@@ -89,25 +105,38 @@ def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
         shard: this rank's own shard, [bucket.shard_lengths[group.rank]].
     """
     if group.shard is None or not bucket.starts[-1]:
-        return Pending(bucket, shard, (), ())
+        return Pending(bucket, shard)
     whole = shard.new_empty(bucket.starts[-1])
-    sent = shard
+    shards = shards_of(bucket, whole)
+    if over_gloo(group.shard, shard.device):
+        shards[group.rank].copy_(shard)
+        ranks = dist.get_process_group_ranks(group.shard)
+        works = [
+            dist.broadcast(part, source, group=group.shard, async_op=True)
+            for part, source in zip(shards, ranks, strict=True)
+            if len(part)
+        ]
+        return Pending(bucket, whole, under_way(whole, *works))
     if bucket.uniform:
         work = ALL_GATHER(whole, shard, group=group.shard, async_op=True)
-    elif shard.device.type == "cpu":
-        sent = shard.repeat(group.size)
-        sizes = [len(shard)] * group.size
-        work = dist.all_to_all_single(whole, sent, list(bucket.shard_lengths), sizes, group=group.shard, async_op=True)
     else:
-        work = dist.all_gather(shards_of(bucket, whole), shard, group=group.shard, async_op=True)
-    return pending(bucket, whole, work, (sent,))
+        work = dist.all_gather(shards, shard, group=group.shard, async_op=True)
+    return Pending(bucket, whole, under_way(whole, work), (shard,))
 
 
-def pending(bucket: Bucket, result: Tensor, work: dist.Work | None, kept: tuple[Tensor, ...]) -> Pending:
-    """A collective that was started, see `Pending`; `work` is None if it is done."""
-    if work is not None and result.device.type == "cpu":
+def over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of a group go over gloo for tensors on this device."""
+    name: str = group._get_backend(device).name()
+    return name == "gloo"
+
+
+def under_way(tensor: Tensor, *works: dist.Work | None) -> tuple[dist.Work, ...]:
+    """The collectives of a tensor that were started and are not done. Gloo's threads do not let go of them last."""
+    on_host = tensor.device.type == "cpu"
+    found = tuple(work for work in works if work is not None)
+    for work in found if on_host else ():
         hold(work)
-    return Pending(bucket, result, () if work is None else (work,), kept)
+    return found
 
 
 def shards_of(bucket: Bucket, whole: Tensor) -> list[Tensor]:

@@ -258,6 +258,8 @@ class Reduction:
         grads = {name: self.fragments[name].gradient() for name in names}
         self._seen.update(name for name, grad in grads.items() if grad is not None)
         share = 1.0 / (self.group.size * self.group.replicas)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for part in bucket.slices:
             start = bucket.starts[part.owner] + part.offset
             fragment = self.filling.holder(part)
@@ -265,26 +267,25 @@ class Reduction:
             if grad is None:
                 target.zero_()
                 continue
-            own = fragment.parts[part].of(grad).view(-1)
-            if target.dtype == grad.dtype:
-                torch.mul(own, share, out=target)
-            else:
-                target.copy_(own).mul_(share)
-        return filled
+            targets.append(target)
+            sources.append(fragment.parts[part].of(grad).view(-1))
+        if targets:  # one launch for all of them, and one for the whole bucket
+            torch._foreach_copy_(targets, sources)
+        return filled.mul_(share)
 
     def _take(self, pending: Pending) -> None:
         """Wait for a bucket and keep this rank's shard of it."""
-        shard = pending.result
         with during(self.clock, f"wait {REDUCE}"):
             for work in pending.works:
                 self.waiter.wait(work)
+            shard = pending.complete()
             all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
         self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype)
 
     def held_bytes(self) -> int:
         """Bytes of buckets under way and of shards that have arrived, during backward."""
-        tensors = [t for p in self._pending for t in (p.result, *p.kept)] + list(self._shards.values())
-        return sum(t.numel() * t.element_size() for t in tensors)
+        pending = [t for p in self._pending for t in (p.result, p.parts, *p.kept) if t is not None]
+        return sum(t.numel() * t.element_size() for t in (*pending, *self._shards.values()))
 
     # -- at the end of backward ----------------------------------------------------------------------
 

@@ -14,18 +14,20 @@ OPTIMIZERS = 2
 
 @pytest.mark.parametrize("gather", first(["step", "forward"]))
 def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
-    for found in run(2, measure, gather):
+    owners = 2
+    for found in run(owners, measure, gather):
         assert found.buckets > 2
         assert found.shared
         # The announcement on the host, a reduction per bucket, and one exchange of who has gradients.
         assert found.backward == 1 + found.buckets + 1
         # Each optimizer announces its step. A bucket with parameters of both is gathered after each of them, so that
         # parameters are whole when either returns.
-        assert found.step == OPTIMIZERS + (found.buckets + found.shared if gather == "step" else 0)
-        assert found.forward == (found.buckets if gather == "forward" else 0)
+        assert found.step == OPTIMIZERS + owners * (found.buckets + found.shared if gather == "step" else 0)
+        assert found.forward == owners * (found.buckets if gather == "forward" else 0)
         assert 1 <= found.started - 1 < found.buckets  # the last gradient was not there yet
         assert found.late == (gather == "forward")
         assert found.reduced == FP32 * (found.elements + found.padding) // 2
+        assert (gather == "step") == (found.gathered > 0)
         assert found.padding <= 0.03 * found.elements
 
 
@@ -38,8 +40,8 @@ def test_gradients_and_state_are_held_once() -> None:
     assert sum(found.state for found in ranks) == ranks[0].whole_state
     for found in ranks:
         assert found.state <= 1.25 * found.whole_state / world
-        # Shards that have arrived, and two buckets under way, each with the shard that it is reduced to.
-        assert 0 < found.most_reduced <= 1.03 * whole / world + 2 * found.largest_bucket * (1 + 1 / world)
+        # Shards that have arrived, and two buckets under way, each with what all ranks have for the shard of this one.
+        assert 0 < found.most_reduced <= 1.03 * whole / world + 2 * found.largest_bucket * (2 + 1 / world)
         assert found.most_unreduced <= 2 * found.largest_bucket
 
 

@@ -22,7 +22,7 @@ from canzona_compile.lowering.batch_graph import (
     lift_stacked,
     overwriting_chain,
 )
-from canzona_compile.passes.batch import stackable
+from canzona_compile.lowering.stacking import stackable
 from tests.harness.random_graphs import NUMBERS, equal, evaluate, templates, values_for
 from tests.harness.samples import CPU, Builder, empty
 from tests.harness.untimed import untimed
