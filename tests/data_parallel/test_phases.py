@@ -27,7 +27,7 @@ def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
         assert 1 <= found.started - 1 < found.buckets  # the last gradient was not there yet
         assert found.late == (gather == "forward")
         assert found.reduced == FP32 * (found.elements + found.padding) // 2
-        assert (gather == "step") == (found.gathered > 0)
+        assert found.gathered >= found.reduced  # buckets of both optimizers go twice under "step"
         assert found.padding <= 0.03 * found.elements
 
 
