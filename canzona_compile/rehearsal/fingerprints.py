@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.compat.torch_private import FakeTensor, no_dispatch
+from canzona_compile.rehearsal.declared_writes import DeclaredWrites
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.raised import Note, name_of
 from canzona_compile.replica.snapshot import bits_of
@@ -41,6 +42,7 @@ class Fingerprints(NoCollectives):
         seed: makes other numbers on the host.
         structural: whether fingerprints leave out all numbers, sizes among them, and numbers on the host follow from
             how many were read before, and not from the tensor.
+        declared: gets the calls that are declared to write tensors with values, and knows which of them do not.
 
     Attributes:
         step: the number of the step.
@@ -48,9 +50,12 @@ class Fingerprints(NoCollectives):
         mixes: whether an operator was given tensors of several parameters, such as `stack`.
     """
 
-    def __init__(self, note: Note, seed: int = 0, structural: bool = False) -> None:
+    def __init__(
+        self, note: Note, seed: int = 0, structural: bool = False, declared: DeclaredWrites | None = None
+    ) -> None:
         super().__init__()
         self.note, self.seed, self.structural = note, seed, structural
+        self.declared = declared or DeclaredWrites()
         self.step = self._read = self._drawn = 0
         self.called: list[tuple[str, tuple[Any, ...]]] = []
         self.mixes = False
@@ -162,6 +167,8 @@ class Fingerprints(NoCollectives):
                 self._producers[own] = name
         for argument, i, tensor in written:
             own = made[i] if count else made[0]
+            if not isinstance(tensor, FakeTensor) and self.declared.keeps(func, argument, args, kwargs):
+                continue
             self._write(tensor, own if argument == "self" else digest(own, argument))
             if isinstance(tensor, FakeTensor):
                 before = self._from.get(memory_in(tensor), frozenset())

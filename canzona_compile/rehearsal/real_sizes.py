@@ -22,6 +22,7 @@ from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode
 from canzona_compile.eager.cell import whole_copy
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
+from canzona_compile.rehearsal.declared_writes import DeclaredWrites
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, where
 from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.scenario import Scenario
@@ -139,23 +140,42 @@ def coupled_at_real_sizes(
     Raises:
         UnsupportedOptimizer: the step changes something outside of the optimizer.
     """
+    declared = DeclaredWrites()
     for seed, cast in enumerate(casts(optimizer, stateful, construction)):
-        whole, prints = taken(cast, Fingerprints(Note(), seed))
-        if whole.error is None:
-            break
-    else:
-        return ""
-    parts, own = taken(cast, Fingerprints(Note(), seed), apart=whole)
+        places, mixes = differing(cast, seed, declared)
+        if places and declared.try_calls():
+            places, mixes = differing(cast, seed, declared)
+        if places is None:
+            continue
+        if not places or (mixes and same_calls(cast)):
+            return ""
+        return where(places, Scenario(cast.chosen, STEPS), names)
+    return ""
+
+
+def differing(cast: Cast, seed: int, declared: DeclaredWrites) -> tuple[list[str] | None, bool]:
+    """Step all parameters together, and each by itself.
+
+    Args:
+        cast: what takes part.
+        seed: makes other numbers on the host.
+        declared: knows what operators write.
+
+    Returns:
+        The places where both differ first; None if the step fails without values. And whether an operator of the step
+        of all together is given tensors of several parameters.
+    """
+    whole, prints = taken(cast, Fingerprints(Note(), seed, declared=declared))
+    if whole.error is not None:
+        return None, False
+    parts, own = taken(cast, Fingerprints(Note(), seed, declared=declared), apart=whole)
     if own.too_long:
-        return ""
-    if construction is not None:  # what an object keeps is its own
+        return [], False
+    if cast.construction is not None:  # what an object keeps is its own
         for after in (*whole.after, *parts.after):
             for place in [place for place in after if not place.startswith("parameter ")]:
                 del after[place]
-    places = difference(whole, parts)
-    if not places or (prints.mixes and same_calls(cast)):
-        return ""
-    return where(places, Scenario(cast.chosen, STEPS), names)
+    return difference(whole, parts), prints.mixes
 
 
 def check_outside(optimizer: Optimizer) -> None:

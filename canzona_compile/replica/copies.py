@@ -25,7 +25,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.replica.cached_calls import CachedCalls
-from canzona_compile.replica.snapshot import ATOMS, CACHED, SETS, attributes_of, held_by, is_plain_object
+from canzona_compile.replica.snapshot import (
+    ATOMS,
+    CACHED,
+    COMPILERS,
+    SETS,
+    attributes_of,
+    comes_from,
+    held_by,
+    is_plain_object,
+)
 
 # Classes that are not written in Python, whose objects are values.
 NUMPY_S = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, np.random.SeedSequence)
@@ -47,8 +56,7 @@ SHARED: tuple[Any, ...] = (
 # Their modules hold handles, threads, modes of tensors, and what torch's compiler knows; one copy of these is right.
 MACHINERY = (
     *("asyncio", "concurrent", "ctypes", "logging", "multiprocessing", "queue", "selectors", "socket", "ssl"),
-    *("subprocess", "threading", "triton"),
-    *("torch._C", "torch._dynamo", "torch._functorch", "torch._inductor", "torch._ops", "torch._subclasses"),
+    *("subprocess", "threading", "torch._C", "torch._subclasses", *COMPILERS),
     *("torch.cuda.graphs", "torch.cuda.streams", "torch.distributed", "torch.fx.experimental"),
     *("torch.multiprocessing", "torch.overrides", "torch.utils._python_dispatch"),
 )
@@ -280,8 +288,7 @@ def is_shared(kind: type) -> bool:
         return True
     if issubclass(kind, HOLDERS):
         return False
-    modules = [str(getattr(base, "__module__", "")) for base in kind.__mro__]
-    return any(module == name or module.startswith(f"{name}.") for module in modules for name in MACHINERY)
+    return comes_from(kind, MACHINERY)
 
 
 def is_plain(kind: type) -> bool:

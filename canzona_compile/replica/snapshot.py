@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.ir.layout import local_part
@@ -33,6 +33,11 @@ CODE = (functools.partial, types.MethodType, types.FunctionType, types.Generator
 UNOPENED = (np.ndarray, np.generic, io.IOBase, *COUNTERS, *SETS)  # that hold nothing which is looked into
 # Not looked into. Loggers and handlers lead to all others of the process, and they remember which levels are on.
 OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator, logging.Filterer, logging.LoggerAdapter)
+# Their modules hold what kernels and operators know of themselves, which changes when they are first called.
+COMPILERS = (
+    *("torch._dynamo", "torch._functorch", "torch._inductor", "torch._library", "torch._ops", "torch.library"),
+    "triton",
+)
 
 Contents = dict[str, Any]
 Label = Callable[[Any], str | None]
@@ -62,6 +67,7 @@ class Snapshot:
         self.found: Contents = {}
         self.undo: list[Callable[[], None]] = []
         self._seen: dict[int, tuple[str, Any]] = {}  # with the value, so that its id is not given to another
+        self._compiled: dict[type, bool] = {}  # whether objects of a class are kernels or operators
 
     def add(self, place: str, value: Any) -> None:
         """Look at a value and all that it holds."""
@@ -72,7 +78,7 @@ class Snapshot:
             self.found[place] = label
         elif isinstance(value, ATOMS):
             self.found[place] = type(value).__name__, value if value == value else "nan"
-        elif isinstance(value, OPAQUE) or (callable(value) and not hasattr(value, "__dict__")):
+        elif self._is_opaque(value):
             self.found[place] = self._name_of(value)
         elif id(value) in self._seen:
             self.found[place] = "the same as", self._seen[id(value)][0]
@@ -88,6 +94,12 @@ class Snapshot:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that were looked at, by the place where each was first."""
         return ((place, value) for place, value in self._seen.values() if isinstance(value, Tensor))
+
+    def _is_opaque(self, value: Any) -> bool:
+        kind = type(value)
+        if kind not in self._compiled:
+            self._compiled[kind] = not issubclass(kind, Tensor | nn.Module) and comes_from(kind, COMPILERS)
+        return self._compiled[kind] or isinstance(value, OPAQUE) or (callable(value) and not hasattr(value, "__dict__"))
 
     def _look_into(self, place: str, value: Any) -> None:
         self.found[place] = self._described(value)
@@ -181,6 +193,12 @@ def attributes_of(value: Any) -> Iterator[Held]:
 def is_plain_object(value: Any) -> bool:
     """Whether what an object holds are its attributes, and nothing else."""
     return not isinstance(value, (Tensor, Mapping, *SEQUENCES, *CODE, *UNOPENED))
+
+
+def comes_from(kind: type, modules: tuple[str, ...]) -> bool:
+    """Whether a class, or a base of it, was written in some modules, or in one below them."""
+    own = [str(getattr(base, "__module__", "")) for base in kind.__mro__]
+    return any(module == name or module.startswith(f"{name}.") for module in own for name in modules)
 
 
 def restorer(value: Any) -> Callable[[], Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from canzona_compile.replica.snapshot import Snapshot
 
@@ -16,3 +17,28 @@ def test_views_that_autograd_does_not_follow() -> None:
     walk = Snapshot()
     walk.add("self.view", view)
     assert [*walk.found] == ["self.view"]
+
+
+@triton.jit
+def kernel(pointer) -> None:  # type: ignore[no-untyped-def]
+    """Do nothing."""
+
+
+@torch.library.custom_op("canzona_tests::thrice", mutates_args=())
+def operator(value: torch.Tensor) -> torch.Tensor:
+    """Return a multiple."""
+    return value * 3
+
+
+def test_kernels_and_operators_are_not_looked_into() -> None:
+    """They note their first call and what they compiled, and optimizers name them as globals."""
+    walk = Snapshot(bits=False)
+    walk.add("self.kernel", kernel)
+    walk.add("self.operator", operator)
+    before = dict(walk.found)
+    operator(torch.ones(2))
+    again = Snapshot(bits=False)
+    again.add("self.kernel", kernel)
+    again.add("self.operator", operator)
+    assert again.found == before
+    assert [*before] == ["self.kernel", "self.operator"]

@@ -213,3 +213,39 @@ def test_draws_of_a_trial_are_none_of_the_process() -> None:
     before = torch.get_rng_state()
     coupled_at_real_sizes(optimizer, default_names(optimizer))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@torch.library.custom_op("canzona_tests::by_table", mutates_args=("param", "table"))
+def by_table(param: Tensor, grad: Tensor, table: Tensor, rate: float) -> None:
+    """Step by the entries of a table. That it writes the table is declared, but true of a rate below zero only."""
+    param.sub_(grad.sign() * table.mean() * abs(rate))
+    if rate < 0:
+        table.add_(grad.abs().mean())
+
+
+@by_table.register_fake
+def _(param: Tensor, grad: Tensor, table: Tensor, rate: float) -> None:
+    return None
+
+
+class ByTable(PerParameter):
+    """Steps by an operator that declares to write what all parameters share."""
+
+    def __init__(self, params: Params, rate: float) -> None:
+        super().__init__(params)
+        self.rate, self.table = rate, torch.linspace(0, 1, 256)
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        by_table(param, grad, self.table, self.rate)
+
+
+def test_what_is_declared_to_be_written_and_is_not_couples_nothing() -> None:
+    matrices = [nn.Parameter(torch.zeros(64, 48)), nn.Parameter(torch.zeros(48, 64))]
+    assert coupled(lambda params: ByTable(params, 0.1), matrices) == ""
+    assert coupled(lambda params: ByTable(params, -0.1), matrices) == "group0.param0"
+
+
+def test_a_declared_call_that_is_too_large_to_be_made_couples() -> None:
+    assert coupled(lambda params: ByTable(params, 0.1), huge((50_000, 20_000), (20_000, 50_000))) == "group0.param0"
+    mixed = huge((50_000, 20_000), (20, 50))
+    assert coupled(lambda params: ByTable(params, 0.1), mixed) == ""  # the small call speaks for the large one
