@@ -23,6 +23,7 @@ TRITON_2.11 := 3.6.0
 TRITON_2.12 := 3.7.1
 TRITON_2.13 := 3.7.1
 TRITON_2.14 := 3.8.0
+TRITON_2.15 := 3.9.0
 BESIDE_2.11 := 'numpy<2.4' # Triton 3.6's interpreter needs it, which tests use
 MINOR := $(word 1,$(subst ., ,$(VERSION))).$(word 2,$(subst ., ,$(VERSION)))
 TRITON ?= $(TRITON_$(MINOR))
@@ -73,7 +74,7 @@ core: $(INSTALLED)
 	$(BIN)/python -m pytest $(XDIST) -m "not full" $$($(BIN)/python tests/harness/core.py) $(PYTEST_ARGS)
 
 # Clients that `make test` skips, because they bring half a GB of other packages; none replaces torch. Imported first, so
-# that none is skipped here. With the environment of test-torch: VENV=.venv-torch-2.14.1 TORCH=torch==2.14.1.
+# that none is skipped here. With the environment of test-torch: VENV=.venv-torch-2.15.0 TORCH=torch==2.15.0.
 test-clients: $(VENV)/.clients
 	$(BIN)/python -c 'import lightning.pytorch, peft, torchtitan.components.optimizer, torchtitan.models.llama3, trl'
 	$(BIN)/python -m pytest -rs tests/clients/test_lightning.py tests/clients/test_peft.py tests/clients/test_torchtitan_package.py $(PYTEST_ARGS)

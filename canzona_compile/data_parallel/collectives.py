@@ -8,7 +8,7 @@ There an all-to-all brings the parts of a shard to its owner, which sums them in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,12 @@ def under_way(tensor: Tensor, *works: dist.Work | None) -> tuple[dist.Work, ...]
     for work in found if on_host else ():
         hold(work)
     return found
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to others of the same shapes, with one launch for all of them."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def shards_of(bucket: Bucket, whole: Tensor) -> list[Tensor]:

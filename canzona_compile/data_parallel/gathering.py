@@ -7,12 +7,19 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.torch_private import is_optimized
 from canzona_compile.data_parallel.announcing import BROKEN, Announcer
-from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, empty_shard, gather
+from canzona_compile.data_parallel.collectives import (
+    IN_FLIGHT,
+    DataParallelGroup,
+    Pending,
+    copy_all,
+    empty_shard,
+    gather,
+)
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.hooks import Hook
 from canzona_compile.errors import CanzonaError
@@ -66,9 +73,12 @@ class Gathering:
         while self._waiting and len(self._pending) < IN_FLIGHT:
             bucket = self._waiting.popleft()
             shard = empty_shard(bucket, self.group.rank, self.filling.holder(bucket.slices[0]).param)
+            targets, sources = [], []
             for part in bucket.by_owner[self.group.rank]:
                 fragment = self.filling.holder(part)
-                shard[part.offset : part.offset + part.length] = fragment.parts[part].of(fragment.values()).view(-1)
+                targets.append(shard[part.offset : part.offset + part.length])
+                sources.append(fragment.parts[part].of(fragment.values()).view(-1))
+            copy_all(targets, sources)
             self._pending.append(gather(self.group, bucket, shard))
 
     def _take(self) -> None:
@@ -83,11 +93,20 @@ class Gathering:
         self.taken += 1
         self._pending.popleft()
         bucket = pending.bucket
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for part in bucket.slices if pending.works else ():
             if part.owner != self.group.rank:
                 start = bucket.starts[part.owner] + part.offset
                 fragment = self.filling.holder(part)
-                fragment.parts[part].put(fragment.values(), pending.result[start : start + part.length])
+                values, own = fragment.values(), pending.result[start : start + part.length]
+                place = fragment.parts[part].place(values)
+                if place is None:
+                    fragment.parts[part].put(values, own)
+                else:
+                    targets.append(place)
+                    sources.append(own.view(place.shape))
+        copy_all(targets, sources)
         self.start()
 
     def wait(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -73,27 +74,48 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
     if not present:
         return torch.zeros((), device=device)
     infinite = math.isinf(norm_type)
-    found = torch.zeros(len(present), device=device)  # of uncut gradients their norm, of cut ones a sum of powers
-    for i, fragment in enumerate(present):
-        grad = fragment.param.grad
-        assert isinstance(grad, ReducedGradient)
-        for part in (own for own in grad.parts if own.numel()):
-            norm = torch.linalg.vector_norm(part, norm_type)
-            if infinite:
-                found[i] = torch.maximum(found[i], norm)
-            else:
-                found[i] += norm.float() ** norm_type if fragment.spread else norm
+    found = torch.stack(norms_held(present, norm_type))
     (largest if infinite else total)(group, found, watch)
     for cut, own in cut_by_mesh(present).items():
         values = found[own]
         all_reduce(values, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, cut.groups(), watch)
         found[own] = values
-    norms = []
-    for fragment, value in zip(present, found, strict=True):
-        whole = value ** (1.0 / norm_type) if not infinite and fragment.spread else value
-        norms.append(whole.to(fragment.param.dtype))
-    whole_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = list(found.unbind())
+    if not infinite:
+        cut_ones = [i for i, fragment in enumerate(present) if fragment.spread]
+        for i, root in zip(cut_ones, powers([norms[i] for i in cut_ones], 1.0 / norm_type), strict=True):
+            norms[i] = root
+    own_dtypes = [norm.to(fragment.param.dtype) for fragment, norm in zip(present, norms, strict=True)]
+    whole_norm: Tensor = torch.linalg.vector_norm(torch.stack(own_dtypes), norm_type)
     return whole_norm
+
+
+def norms_held(fragments: Sequence[Fragment], norm_type: float) -> list[Tensor]:
+    """The norms of what this rank holds of each gradient: 0-d, float32, zero if it holds nothing.
+
+    Of gradients that are cut they are sums of powers, unless the norm is the largest absolute value. One launch takes
+    the norms of all of them, as in torch's own clipping.
+    """
+    held = [
+        [part for part in fragment.param.grad.parts if part.numel()]
+        for fragment in fragments
+        if isinstance(fragment.param.grad, ReducedGradient)
+    ]
+    flat = [part for own in held for part in own]
+    norms = [norm.float() for norm in torch._foreach_norm(flat, norm_type)] if flat else []
+    if not math.isinf(norm_type):
+        cut = [i for i, f in enumerate(f for f, own in zip(fragments, held, strict=True) for _ in own) if f.spread]
+        for i, power in zip(cut, powers([norms[i] for i in cut], norm_type), strict=True):
+            norms[i] = power
+    joined = torch.maximum if math.isinf(norm_type) else torch.add
+    nothing = torch.zeros((), device=fragments[0].param.device)
+    remaining = iter(norms)
+    return [reduce(joined, (next(remaining) for _ in own), nothing) for own in held]
+
+
+def powers(values: Sequence[Tensor], exponent: float) -> Sequence[Tensor]:
+    """Raise every value to a power, with one launch."""
+    return torch._foreach_pow(list(values), exponent) if values else []
 
 
 class MeshCut(NamedTuple):

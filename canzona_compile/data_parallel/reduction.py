@@ -16,7 +16,15 @@ from torch.distributed import ReduceOp
 
 from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.announcing import BROKEN, Announcer
-from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
+from canzona_compile.data_parallel.collectives import (
+    IN_FLIGHT,
+    DataParallelGroup,
+    Pending,
+    all_reduce,
+    copy_all,
+    largest,
+    reduce,
+)
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
@@ -269,9 +277,8 @@ class Reduction:
                 continue
             targets.append(target)
             sources.append(fragment.parts[part].of(grad).view(-1))
-        if targets:  # one launch for all of them, and one for the whole bucket
-            torch._foreach_copy_(targets, sources)
-        return filled.mul_(share)
+        copy_all(targets, sources)
+        return filled.mul_(share)  # one launch for the whole bucket
 
     def _take(self, pending: Pending) -> None:
         """Wait for a bucket and keep this rank's shard of it."""

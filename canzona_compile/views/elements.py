@@ -33,10 +33,17 @@ class Elements:
 
     def of(self, values: Tensor) -> Tensor:
         """These elements of a fragment: as a view if that view is contiguous, else as a copy."""
-        line, dim = (values.view(-1), 0) if self.dim is None else (values, self.dim)
+        line, dim = self._line(values)
         if self.entries is not None:
             return line.index_select(dim, self.entries)
         return line.narrow(dim, self.first, self.length).contiguous()
+
+    def place(self, values: Tensor) -> Tensor | None:
+        """Where these elements are in a fragment, as a view of it; None if no view shows them."""
+        if self.entries is not None:
+            return None
+        line, dim = self._line(values)
+        return line.narrow(dim, self.first, self.length)
 
     def put(self, values: Tensor, own: Tensor) -> None:
         """Write these elements into a fragment, unless `own` is a view of that fragment.
@@ -47,12 +54,16 @@ class Elements:
         """
         if not own.numel() or shares_memory(own, values):
             return
-        line, dim = (values.view(-1), 0) if self.dim is None else (values, self.dim)
-        own = own.reshape(*line.shape[:dim], self.length, *line.shape[dim + 1 :])
-        if self.entries is not None:
-            line.index_copy_(dim, self.entries, own)
-        else:
-            line.narrow(dim, self.first, self.length).copy_(own)
+        place = self.place(values)
+        if place is not None:
+            place.copy_(own.reshape(place.shape))
+        elif self.entries is not None:
+            line, dim = self._line(values)
+            line.index_copy_(dim, self.entries, own.reshape(*line.shape[:dim], self.length, *line.shape[dim + 1 :]))
+
+    def _line(self, values: Tensor) -> tuple[Tensor, int]:
+        """A fragment, as far as it has to be flat, and the dim along which it is cut."""
+        return (values.view(-1), 0) if self.dim is None else (values, self.dim)
 
 
 def shares_memory(part: Tensor, whole: Tensor) -> bool:

@@ -49,6 +49,10 @@ class ViewPart:
         """Its elements of a fragment: as a view if that view is contiguous, else as a copy."""
         return values if self.elements is None else self.elements.of(values)
 
+    def place(self, values: Tensor) -> Tensor | None:
+        """Where its elements are in a fragment, as a view of it; None if no view shows them."""
+        return values if self.elements is None else self.elements.place(values)
+
     def put(self, values: Tensor, own: Tensor) -> None:
         """Write its elements, in any shape, into a fragment, unless they are a view of that fragment."""
         if self.elements is not None:
