@@ -19,7 +19,7 @@ from canzona_compile.replica.snapshot import bits_of
 MOST_ELEMENTS = 2**24  # of all tensors of a call that is made to see what it writes
 SCALES = (1.0, 1e4, 0.0, float("nan"))  # of the values that such calls are given
 
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of an operator, with tensors that have no values
+DeclaredCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of an operator, with tensors that have no values
 
 
 class DeclaredWrites:
@@ -29,7 +29,7 @@ class DeclaredWrites:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[Any, str], Call] = {}  # by operator and argument, the smallest
+        self._calls: dict[tuple[Any, str], DeclaredCall] = {}  # by operator and argument, the smallest
         self._kept: set[tuple[Any, str]] = set()
 
     def keeps(self, func: Any, argument: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -52,7 +52,7 @@ class DeclaredWrites:
         return len(self._kept) > known
 
 
-def writes(func: Any, argument: str, call: Call) -> bool:
+def writes(func: Any, argument: str, call: DeclaredCall) -> bool:
     """Make a call on random values, and tell whether it writes an argument. What is too large or fails counts as so."""
     if elements(call) > MOST_ELEMENTS:
         return True
