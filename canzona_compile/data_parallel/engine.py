@@ -32,6 +32,7 @@ from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import laid_out_like
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
+from canzona_compile.session.session import Session
 
 GatherAt = Literal["step", "forward"]
 WHOLE_PARAMETERS = Purpose(
@@ -73,7 +74,7 @@ class Zero1:
     ) -> None:
         self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
         self.announcer = announcer
-        self._names = {session: frozenset(names) for session, names in sessions.items()}
+        self._names: dict[Session, frozenset[str]] = {own: frozenset(names) for own, names in sessions.items()}
         self._order = list(sessions)  # of the optimizers, in messages
         self._model = weakref.ref(model)
         # Gradients refer to it. Python's collector does not see what hangs on tensors, so it would keep all alive.
@@ -107,7 +108,7 @@ class Zero1:
             self.reduction.check = self.forward.check
             self.reduction.at_finish = self.forward.forget
 
-    def release(self, session: OwnerSession) -> None:
+    def release(self, session: Session) -> None:
         """Leave out an optimizer that is unwrapped, and leave the model alone after the last one. A collective."""
         self.synchronize()
         self._names.pop(session, None)
@@ -286,22 +287,13 @@ class Zero1:
         arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}, of={number}"
         error = problem_of(lambda: check_reduced(fragments)) if of is None or number is not None else no_such(of)
         self._agree("clip_grad_norm_()", {"gradients": self._bare(), "arguments": arguments}, error)
-        with self._on_its_way():
+        with self.announcer.on_its_way():
             norm = total_norm(fragments, self.group, self.reduction.waiter, norm_type)
         clip_by_norm(fragments, norm, max_norm, norm_type, error_if_nonfinite)
         return norm
 
     def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
         self.announcer.agree(call, details, error, self.gathering)
-
-    @contextlib.contextmanager
-    def _on_its_way(self) -> Iterator[None]:
-        """Inside this context collectives run that were announced. An error, an interrupt too, ends that for good."""
-        try:
-            yield
-        except BaseException as error:
-            self.announcer.interrupt(error)
-            raise
 
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
@@ -333,7 +325,7 @@ class Zero1:
         """Gather a gradient from its owners. This is a collective."""
         fragment = self.fragments[gradient.origin]
         self._agree(f"full_tensor() of the gradient of {fragment.name}", {})
-        with self._on_its_way():
+        with self.announcer.on_its_way():
             return self._whole(gradient, fragment)
 
     def _whole(self, gradient: ReducedGradient, fragment: Fragment) -> Tensor:
@@ -350,7 +342,7 @@ class Zero1:
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""
         self._agree("unscaling of gradients", {"gradients": self._bare()})
-        with self._on_its_way():
+        with self.announcer.on_its_way():
             largest(self.group, found, self.reduction.waiter)
             for cut in cut_by_mesh(list(self.fragments.values())):
                 all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)

@@ -54,9 +54,8 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
         CanzonaError: one of them has not stepped yet.
     """
     every = [facts_of(session) for session in sessions]
-    busy = next((own for session, own in zip(sessions, every, strict=True) if has_matrices(session)), every[0])
     return replace(
-        busy,
+        every[sessions.index(with_matrices(sessions))],
         captures=sum(own.captures for own in every),
         local=tuple(task for own in every for task in own.local),
         interpreted={name: why for own in every for name, why in own.interpreted.items()},
@@ -68,10 +67,16 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
     )
 
 
-def has_matrices(session: Session) -> bool:
-    """Tell whether an optimizer has tasks that need an owner."""
-    assert session.driver is not None
-    return bool(session.driver.plan.owned.tasks)
+def with_matrices(sessions: Sequence[Session]) -> Session:
+    """Find the first optimizer that has tasks which need an owner, or the first of all if none has.
+
+    Raises:
+        CanzonaError: one of them has not stepped yet.
+    """
+    for session in sessions:
+        session.last()
+    plans = [(session, session.driver.plan) for session in sessions if session.driver is not None]
+    return next((session for session, plan in plans if plan.owned.tasks), sessions[0])
 
 
 def eager_cuts(program: BoundProgram) -> list[str]:
