@@ -19,6 +19,7 @@ from canzona_compile.api.wrap import made_options, options_of, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
+from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
@@ -140,16 +141,16 @@ def zero1(
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
         agreement.agree("\n".join([said, *(own.text for own in each), *described(model, params)]), None)
     send_from_first(model, group)
-    sessions = [OwnerSession(own, wanted) for own, wanted in zip(optimizers, each, strict=True)]
-    joint = agreed_plan([s.capture for s in sessions], each, params, group.shard, ranks, bucket_bytes, agreement)
+    captures = [Capture(own) for own in optimizers]
+    joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(joint, params, group.rank)
-    names = {
-        s: tuple(dict.fromkeys(b.name for b in own.values())) for s, own in zip(sessions, joint.bound, strict=True)
-    }
-    engine = Zero1(model, filling, group, names, reduce_dtype, gather, missing_grads == "zero", announcer)
-    for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
-        session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
-        attach(own, Zero1Canzona(session, engine, joint))
+    sessions = [
+        OwnerSession(capture, wanted, filling, group, joint, bound, agreement)
+        for capture, wanted, bound in zip(captures, each, joint.bound, strict=True)
+    ]
+    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, missing_grads == "zero", announcer)
+    for session in sessions:
+        attach(session.optimizer, Zero1Canzona(session, engine, joint))
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer

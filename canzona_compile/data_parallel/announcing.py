@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -145,9 +145,3 @@ def numbers_of(optimizer: Optimizer) -> str:
     """The hyperparameters of an optimizer, one line for each parameter group."""
     kind, groups = plain_class(optimizer).__name__, optimizer.param_groups
     return "\n".join(f"group {g} of {kind} has {described(group)}" for g, group in enumerate(groups))
-
-
-def bare_of(names: Iterable[str], has_gradient: Callable[[str], bool]) -> str:
-    """Which of the parameters that had a reduced gradient have none now, as text."""
-    bare = [name for name in names if not has_gradient(name)]
-    return f"no gradient for {', '.join(bare)}" if bare else ""

@@ -159,15 +159,6 @@ def largest(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
     return values
 
 
-def total(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
-    """Replace values by their sum over the owners of all shards. This is a collective.
-
-    Replicas hold the same shards and are not counted twice.
-    """
-    all_reduce(values, dist.ReduceOp.SUM, (group.shard,), watch)
-    return values
-
-
 def send(group: DataParallelGroup, values: Tensor, owner: int, watch: Watch) -> None:
     """Replace values by those of one owner, on every rank. This is a collective."""
     if group.shard is not None:

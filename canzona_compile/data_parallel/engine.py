@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import in_backward
-from canzona_compile.data_parallel.announcing import Announcer, Details, bare_of, numbers_of
+from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
 from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
@@ -66,7 +66,7 @@ class Zero1:
         model: nn.Module,
         filling: Filling,
         group: DataParallelGroup,
-        sessions: Mapping[OwnerSession, Sequence[str]],
+        sessions: Sequence[OwnerSession],
         wire: torch.dtype | None,
         gather: GatherAt,
         zeros: bool,
@@ -74,7 +74,7 @@ class Zero1:
     ) -> None:
         self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
         self.announcer = announcer
-        self._names: dict[Session, frozenset[str]] = {own: frozenset(names) for own, names in sessions.items()}
+        self._names: dict[Session, frozenset[str]] = {own: frozenset(f.name for f in own.fragments) for own in sessions}
         self._order = list(sessions)  # of the optimizers, in messages
         self._model = weakref.ref(model)
         # Gradients refer to it. Python's collector does not see what hangs on tensors, so it would keep all alive.
@@ -158,9 +158,9 @@ class Zero1:
 
     def _bare(self) -> str:
         """The parameters whose reduced gradients are gone on this rank, as text."""
-        fragments = self.fragments
         held = self.reduction.present if self.reduction.reduced else frozenset[str]()
-        return bare_of((n for n in fragments if n in held), lambda name: fragments[name].param.grad is not None)
+        bare = [name for name, fragment in self.fragments.items() if name in held and fragment.param.grad is None]
+        return f"no gradient for {', '.join(bare)}" if bare else ""
 
     def _before(self) -> None:
         """See to it that gradients are with their owners."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, total
+from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.errors import CanzonaError
@@ -83,10 +83,11 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
                 found[i] = torch.maximum(found[i], norm)
             else:
                 found[i] += norm.float() ** norm_type if fragment.spread else norm
-    (largest if infinite else total)(group, found, watch)
+    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    all_reduce(found, op, (group.shard,), watch)  # replicas hold the same shards, which count once
     for cut, own in cut_by_mesh(present).items():
         values = found[own]
-        all_reduce(values, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, cut.groups(), watch)
+        all_reduce(values, op, cut.groups(), watch)
         found[own] = values
     norms = []
     for fragment, value in zip(present, found, strict=True):
