@@ -1,4 +1,4 @@
-"""`optimizer.canzona`: access to the graphs, passes, plan and report of a wrapped optimizer."""
+"""`optimizer.canzona`: access to the graphs, passes, plan and report of a wrapped optimizer, or of several."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from canzona_compile.ir.fx_utils import graph_module
 from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
+from canzona_compile.ir.sequence import names_in_sequence
 from canzona_compile.ir.step import Step
 from canzona_compile.report.build import Report, headline, make_report
-from canzona_compile.report.explain import Explanation, explain_session
+from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.report.pass_table import PassTable
-from canzona_compile.report.run_facts import facts_of
+from canzona_compile.report.run_facts import facts_of_all, with_matrices
 from canzona_compile.session.session import Session
 
 STAGES = ("captured", "placed", "program")
@@ -49,7 +50,8 @@ class Canzona:
 
     def release(self) -> None:
         """Leave the optimizer as it would be if it had never been wrapped. A collective if owners hold state."""
-        self.session.close()
+        for session in self.sessions:
+            session.close()
 
     def consolidate(self, to: int = 0) -> None:
         """Gather the state to one rank, so that it can save alone. Call this on all ranks; it is a collective.
@@ -67,7 +69,8 @@ class Canzona:
         Raises:
             CanzonaError: a rank does not call this, too.
         """
-        self.session.consolidate(to)
+        for session in self.sessions:
+            session.consolidate(to)
 
     def graph(self, stage: str = "program", template: str | None = None) -> nn.Module:
         """A stage's graph as a module with `print_readable()`.
@@ -75,7 +78,7 @@ class Canzona:
         Args:
             stage: "captured" (one template as if on one device), "placed" (its prepare, compute and
                 apply_updates as submodules) or "program" (what this rank executes).
-            template: name of the template; the first one by default. "program" has none.
+            template: name of the template, as the report shows it; the first one by default. "program" has none.
 
         Returns:
             The graph as a module.
@@ -85,12 +88,16 @@ class Canzona:
         """
         if stage not in STAGES:
             raise CanzonaError(f"no stage {stage!r}", hint=f"one of {', '.join(STAGES)}")
-        step = self.step
+        step, wanted = self.step, template
+        if template is not None:
+            steps = [session.last()[0] for session in self.sessions]
+            number, wanted = names_in_sequence(steps).get(template, (0, template))
+            step = steps[number]
         if stage == "program":
             module: fx.GraphModule = step.program.module
             return module
         names = [p.template.name for p in step.placed]
-        wanted = template or (names[0] if names else "")
+        wanted = wanted or (names[0] if names else "")
         found = next((p for p in step.placed if wanted in (p.name, p.template.name)), None)
         if found is None:
             raise CanzonaError(f"no template {wanted!r}", hint=f"there are {', '.join(names) or 'none'}")
@@ -103,10 +110,12 @@ class Canzona:
     def step(self) -> Step:
         """The step of the last program, fully lowered; its earlier forms are in `passes()`.
 
+        Of a chain, both are those of the first optimizer with matrices; its `parts` have the others.
+
         Raises:
             CanzonaError: there was no step yet.
         """
-        return self.session.last()[0]
+        return with_matrices(self.sessions).last()[0]
 
     def passes(self) -> PassHistory:
         """What each pass took and changed.
@@ -114,7 +123,7 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return PassTable(self.session.last()[1].records)
+        return PassTable(with_matrices(self.sessions).last()[1].records)
 
     def reported(self) -> Step:
         """The scheduled step that the report shows: the one that the next `step()` runs.
@@ -138,7 +147,7 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return make_report(self.reported(), facts_of(self.session))
+        return make_report(self.reported(), facts_of_all(self.sessions))
 
     def measure(self, steps: int = 5) -> None:
         """Time the phases of the next steps; after the last of them `report()` shows the figures. Call it on all ranks.
@@ -152,20 +161,21 @@ class Canzona:
         Raises:
             CanzonaError: `steps` is not positive.
         """
-        self.session.measuring.begin(steps, self.session.device)
+        for session in self.sessions:
+            session.measuring.begin(steps, session.device)
 
     def explain(self) -> Explanation:
         """Per parameter: compiled, eager, local or refused, and why; see `canzona_compile.explain`."""
-        return explain_session(self.session)
+        return explain_all(self.sessions)
 
     def shown(self) -> contextlib.AbstractContextManager[Any]:
         """Make the context of a step: rank 0 shows on a terminal what the first one does, if that takes a second."""
-        first = self.session.driver is None and self.session.rank == 0
+        first = any(session.driver is None for session in self.sessions) and self.sessions[0].rank == 0
         return shown("canzona, first step", patience=SOON) if first else contextlib.nullcontext()
 
     def log_headline(self) -> None:
         """Log one line about the plan at work, on rank 0 alone."""
-        if self.session.rank == 0 and log.isEnabledFor(logging.INFO):  # a report of a thousand ranks takes seconds
+        if self.sessions[0].rank == 0 and log.isEnabledFor(logging.INFO):  # a report of a thousand ranks takes seconds
             log.info("%s", headline(self.report()))
 
     def dump(self, directory: str | Path) -> Path:
@@ -180,9 +190,11 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        folder = Path(directory) / f"rank{self.session.rank}"
+        folder, report = Path(directory) / f"rank{self.sessions[0].rank}", self.report()
         self.dump_step(folder)
-        dump_plan(folder, self.plan(), self.report())
+        (folder / "plan.json").write_text(self.plan().to_json())
+        (folder / "report.json").write_text(report.to_json())
+        (folder / "report.txt").write_text(report.to_text())
         return folder
 
     def dump_step(self, folder: Path) -> None:
@@ -196,13 +208,6 @@ class Canzona:
         parts = {"program": program.module, **dict(program.module.named_children())}
         for name, module in parts.items():
             (folder / f"{name}.py").write_text(module.print_readable(print_output=False))
-
-
-def dump_plan(folder: Path, plan: PlanFile, report: Report) -> None:
-    """Write the plan and the report to files in a folder."""
-    (folder / "plan.json").write_text(plan.to_json())
-    (folder / "report.json").write_text(report.to_json())
-    (folder / "report.txt").write_text(report.to_text())
 
 
 class PlacedModule(nn.Module):

@@ -129,10 +129,11 @@ def wrap(
             at="wrap(..., planner=)",
             hint="make a plan with it (canzona-compile plan --exact --format json) and pass that as plan=",
         )
-    followed = None if plan is None else read_plan(plan)
-    if followed is not None:
-        followed.check_replicas(None)
-    options = Options(
+    options = made_options(
+        split,
+        layout,
+        hardware,
+        plan,
         replicate=replicate,
         strategy=strategy,
         numerics=numerics,
@@ -141,13 +142,9 @@ def wrap(
         depth=depth,
         missing_grads=missing_grads,
         stagger=stagger,
-        split=splits_of(split),
-        layout=GivenLayout.of(layout),
         names=names,
         planner=planner,
         alpha=alpha,
-        hardware=named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware,
-        plan=followed,
         cuda_graphs=cuda_graphs,
         audit=audit,
     )
@@ -226,8 +223,33 @@ def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> Non
     attach(optimizer, kind(Session(optimizer, options)))
 
 
+def made_options(
+    split: Mapping[str, Split | Mapping[str, int]] | None,
+    layout: LayoutOption,
+    hardware: str | Path | Hardware | None,
+    plan: str | Path | PlanFile | None,
+    replicas: int | None = None,
+    **others: Any,
+) -> Options:
+    """Make the options of a call of `wrap` or `zero1`, and read the files that they name.
+
+    Args:
+        split, layout, hardware, plan: as users give them.
+        replicas: the data-parallel ranks of `zero1`, for which the plan has to be made; None under `wrap`.
+        others: the other options.
+
+    Raises:
+        CanzonaError: an option has an impossible value, or a file holds something else.
+    """
+    rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
+    followed = None if plan is None else read_plan(plan)
+    if followed is not None:
+        followed.check_replicas(replicas)
+    return Options(split=splits_of(split), layout=GivenLayout.of(layout), hardware=rates, plan=followed, **others)
+
+
 def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module | None) -> list[Options]:
-    """The options of each optimizer of a chain: each has the patterns that fit its parameters, and names of its own.
+    """The options of each of several optimizers: the patterns that fit its parameters, and names of its own.
 
     Raises:
         CanzonaError: a pattern fits no parameter of any optimizer, or the model lacks a parameter.

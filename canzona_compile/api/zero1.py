@@ -15,25 +15,28 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.api.holders import chain_of, inside, members_of
-from canzona_compile.api.wrap import names_in, show
+from canzona_compile.api.wrap import made_options, options_of, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
-from canzona_compile.data_parallel.agreed_plan import agreed_plan, agreement_on_plans
+from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.model_plan import agreed_plan
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
-from canzona_compile.ir.options import MissingGrads, Numerics, Options
-from canzona_compile.ir.plan_file import PlanFile, read_plan
-from canzona_compile.ir.split import Split, check_patterns, fitting, splits_of
-from canzona_compile.machine.hardware import Hardware, named_hardware
-from canzona_compile.views.given_layout import check_layout_patterns, check_marked, shardings_of
+from canzona_compile.ir.layout import local_part
+from canzona_compile.ir.options import MissingGrads, Numerics
+from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.split import Split
+from canzona_compile.machine.hardware import Hardware
+from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.views.given_layout import check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
@@ -110,55 +113,44 @@ def zero1(
     optimizers: list[Optimizer] = list(held if listed else members_of(held))
     check(model, optimizers, bucket_bytes, reduce_dtype, gather)
     group, ranks = group_of(mesh)
-    given, names_of = GivenLayout.of(layout), [names_in(model, own) for own in optimizers]
-    every_name = [name for groups in names_of for group_names in groups for name in group_names]
-    check_layout_patterns(given, every_name)
-    splits = splits_of(split)
-    check_patterns(splits, every_name)
-    rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
-    followed = None if plan is None else read_plan(plan)
-    if followed is not None:
-        followed.check_replicas(group.size)
-    options = [
-        Options(
-            strategy="owner",
-            numerics=numerics,
-            capacity=capacity,
-            micro_groups=micro_groups,
-            depth=depth,
-            missing_grads=missing_grads,
-            names=names,
-            split=fitting(splits, [name for group_names in names for name in group_names]),
-            layout=None if given is None else given.for_names(name for group_names in names for name in group_names),
-            planner=planner,
-            alpha=alpha,
-            hardware=rates,
-            plan=followed,
-            stagger=stagger,
-            audit=audit,
-            cuda_graphs=cuda_graphs,
-        )
-        for names in names_of
-    ]
-    params, meshes = trained_params(model, optimizers, given, ranks)
+    options = made_options(
+        split,
+        layout,
+        hardware,
+        plan,
+        group.size,
+        strategy="owner",
+        numerics=numerics,
+        capacity=capacity,
+        micro_groups=micro_groups,
+        depth=depth,
+        missing_grads=missing_grads,
+        planner=planner,
+        alpha=alpha,
+        stagger=stagger,
+        audit=audit,
+        cuda_graphs=cuda_graphs,
+    )
+    each = options_of(optimizers, options, model)
+    params, meshes = trained_params(model, optimizers, options.layout, ranks)
     device = next(iter(params.values())).device
-    agreement = agreement_on_plans(group.shard, ranks, device)
+    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
     either = group.shard or group.replicate
     announcer = Announcer() if either is None else Announcer(every_rank(mesh, meshes, group), either, device)
     if agreement is not None:
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
-        agreement.agree("\n".join([said, *(own.text for own in options), *described(model, params)]), None)
+        agreement.agree("\n".join([said, *(own.text for own in each), *described(model, params)]), None)
     send_from_first(model, group)
-    sessions = [OwnerSession(own, each) for own, each in zip(optimizers, options, strict=True)]
-    joint = agreed_plan(sessions, params, group.shard, ranks, bucket_bytes, agreement)
+    captures = [Capture(own) for own in optimizers]
+    joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(joint, params, group.rank)
-    names = {
-        s: tuple(dict.fromkeys(b.name for b in own.values())) for s, own in zip(sessions, joint.bound, strict=True)
-    }
-    engine = Zero1(model, filling, group, names, reduce_dtype, gather, missing_grads == "zero", announcer)
-    for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
-        session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
-        attach(own, Zero1Canzona(session, engine, joint))
+    sessions = [
+        OwnerSession(capture, wanted, filling, group, joint, bound, agreement)
+        for capture, wanted, bound in zip(captures, each, joint.bound, strict=True)
+    ]
+    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, missing_grads == "zero", announcer)
+    for session in sessions:
+        attach(session.optimizer, Zero1Canzona(session, engine, joint))
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer
@@ -250,5 +242,4 @@ def send_from_first(model: nn.Module, group: DataParallelGroup) -> None:
     with torch.no_grad():
         for own in (group.shard, group.replicate):
             for tensor in tensors if own is not None else ():
-                value = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                dist.broadcast(value.detach(), dist.get_process_group_ranks(own)[0], group=own)
+                dist.broadcast(local_part(tensor).detach(), dist.get_process_group_ranks(own)[0], group=own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,36 +24,36 @@ class Zero1Canzona(Canzona):
         session: takes the steps.
 
     Attributes:
-        owner: the session.
         zero1: the buckets of the model and their collectives; all optimizers of one call share it.
         joint: the plan of the model, which they share too.
     """
 
     def __init__(self, session: OwnerSession, zero1: Zero1, joint: ModelPlan) -> None:
         super().__init__(session)
-        self.owner, self.zero1, self.joint = session, zero1, joint
+        self.zero1, self.joint = zero1, joint
 
     def release(self) -> None:
         """Leave the optimizer as it would be without `zero1`, and the model too after the last one. A collective."""
-        super().release()
-        self.zero1.release(self.owner)
+        for session in self.sessions:
+            session.close()
+            self.zero1.release(session)
 
     def plan(self) -> PlanFile:
         """Owners, buckets and micro-groups of the whole model: all matrices, of all optimizers of the call of `zero1`.
 
         `canzona_compile.plan(model, mesh={"dp": ...}, optimizer=..., updates="zero1")` has the same fingerprint.
         """
-        return PlanFile.of(self.joint.scheduled(self.session.options))
+        return PlanFile.of(self.joint.scheduled(self.sessions[0].options))
 
     def measure(self, steps: int = 5) -> None:
-        """Time the next steps of this optimizer, and the reductions and gathers of the whole model around them.
+        """Time the next steps of the optimizer, and the reductions and gathers of the whole model around them.
 
         The arguments and errors are those of `Canzona.measure`.
         """
-        measuring = self.session.measuring
-        clock = measuring.begin(steps, self.session.device)
-        measuring.at_end = lambda: self.zero1.end_measure(clock)  # unless another optimizer of the call goes on
-        self.zero1.measure(clock)
+        for session in self.sessions:
+            clock = session.measuring.begin(steps, session.device)
+            session.measuring.at_end = partial(self.zero1.end_measure, clock)  # unless another optimizer goes on
+            self.zero1.measure(clock)
 
     def clip_grad_norm_(
         self,

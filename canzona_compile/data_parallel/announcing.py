@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -94,35 +95,23 @@ class Announcer:
             raise difference(call, channel.ranks, [json.loads(own) for own in told])
 
     @property
-    def listeners(self) -> list[Announcer]:
-        """What listens to other ranks: this, unless this rank is alone."""
-        return [] if self.channel is None else [self]
+    def listeners(self) -> list[Channel]:
+        """What listens to other ranks; nothing if this rank is alone."""
+        return [] if self.channel is None else [self.channel]
 
     def waits(self, number: int) -> None:
         """Tell the other ranks that this one waits for a gather of the model; see `Channel.tell_waiting`."""
         if self.channel is not None:
             self.channel.tell_waiting(self.name, number)
 
-    # -- Listener, for what waits for collectives of data ----------------------------------------------
-
-    def listen(self) -> None:
-        """Raise if another rank failed, so that a collective of this rank will not complete."""
-        if self.channel is not None:
-            self.channel.listen()
-
-    def fail(self, error: CanzonaError) -> None:
-        """Tell the other ranks that a collective broke."""
-        if self.channel is not None:
-            self.channel.fail(error)
-
-    def absent(self) -> list[int]:
-        """The ranks that do not answer, after a collective failed."""
-        return [] if self.channel is None else self.channel.absent()
-
     def check(self) -> None:
         """Raise if an earlier call failed on its way."""
         if self.channel is not None:
             self.channel.check()
+
+    def on_its_way(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context collectives run that were announced, see `Channel.on_its_way`."""
+        return contextlib.nullcontext() if self.channel is None else self.channel.on_its_way()
 
     def interrupt(self, error: BaseException) -> None:
         """Tell the other ranks of an error on the way through a call."""
@@ -156,9 +145,3 @@ def numbers_of(optimizer: Optimizer) -> str:
     """The hyperparameters of an optimizer, one line for each parameter group."""
     kind, groups = plain_class(optimizer).__name__, optimizer.param_groups
     return "\n".join(f"group {g} of {kind} has {described(group)}" for g, group in enumerate(groups))
-
-
-def bare_of(names: Iterable[str], has_gradient: Callable[[str], bool]) -> str:
-    """Which of the parameters that had a reduced gradient have none now, as text."""
-    bare = [name for name in names if not has_gradient(name)]
-    return f"no gradient for {', '.join(bare)}" if bare else ""

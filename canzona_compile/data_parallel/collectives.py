@@ -23,8 +23,8 @@ from canzona_compile.runtime.held_works import hold
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Buckets that are reduced, or gathered, at once; each holds memory of its own. More gain nothing: simulated iterations of
-# Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or the processors are the bottleneck.
+# Buckets that are reduced, or gathered, at once; each holds memory of its own. More gain nothing: simulated iterations
+# of Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or the processors are the bottleneck.
 IN_FLIGHT = 2
 
 
@@ -164,15 +164,6 @@ def all_reduce(values: Tensor, op: Any, groups: Iterable[dist.ProcessGroup | Non
 def largest(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
     """Replace values by their elementwise maximum over all ranks of both process groups. This is a collective."""
     all_reduce(values, dist.ReduceOp.MAX, (group.shard, group.replicate), watch)
-    return values
-
-
-def total(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
-    """Replace values by their sum over the owners of all shards. This is a collective.
-
-    Replicas hold the same shards and are not counted twice.
-    """
-    all_reduce(values, dist.ReduceOp.SUM, (group.shard,), watch)
     return values
 
 

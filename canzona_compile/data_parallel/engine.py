@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import in_backward
-from canzona_compile.data_parallel.announcing import Announcer, Details, bare_of, numbers_of
+from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
 from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
@@ -32,6 +32,7 @@ from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import laid_out_like
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
+from canzona_compile.session.session import Session
 
 GatherAt = Literal["step", "forward"]
 WHOLE_PARAMETERS = Purpose(
@@ -65,7 +66,7 @@ class Zero1:
         model: nn.Module,
         filling: Filling,
         group: DataParallelGroup,
-        sessions: Mapping[OwnerSession, Sequence[str]],
+        sessions: Sequence[OwnerSession],
         wire: torch.dtype | None,
         gather: GatherAt,
         zeros: bool,
@@ -73,7 +74,7 @@ class Zero1:
     ) -> None:
         self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
         self.announcer = announcer
-        self._names = {session: frozenset(names) for session, names in sessions.items()}
+        self._names: dict[Session, frozenset[str]] = {own: frozenset(f.name for f in own.fragments) for own in sessions}
         self._order = list(sessions)  # of the optimizers, in messages
         self._model = weakref.ref(model)
         # Gradients refer to it. Python's collector does not see what hangs on tensors, so it would keep all alive.
@@ -107,7 +108,7 @@ class Zero1:
             self.reduction.check = self.forward.check
             self.reduction.at_finish = self.forward.forget
 
-    def release(self, session: OwnerSession) -> None:
+    def release(self, session: Session) -> None:
         """Leave out an optimizer that is unwrapped, and leave the model alone after the last one. A collective."""
         self.synchronize()
         self._names.pop(session, None)
@@ -157,9 +158,9 @@ class Zero1:
 
     def _bare(self) -> str:
         """The parameters whose reduced gradients are gone on this rank, as text."""
-        fragments = self.fragments
         held = self.reduction.present if self.reduction.reduced else frozenset[str]()
-        return bare_of((n for n in fragments if n in held), lambda name: fragments[name].param.grad is not None)
+        bare = [name for name, fragment in self.fragments.items() if name in held and fragment.param.grad is None]
+        return f"no gradient for {', '.join(bare)}" if bare else ""
 
     def _before(self) -> None:
         """See to it that gradients are with their owners."""
@@ -286,22 +287,13 @@ class Zero1:
         arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}, of={number}"
         error = problem_of(lambda: check_reduced(fragments)) if of is None or number is not None else no_such(of)
         self._agree("clip_grad_norm_()", {"gradients": self._bare(), "arguments": arguments}, error)
-        with self._on_its_way():
+        with self.announcer.on_its_way():
             norm = total_norm(fragments, self.group, self.reduction.waiter, norm_type)
         clip_by_norm(fragments, norm, max_norm, norm_type, error_if_nonfinite)
         return norm
 
     def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
         self.announcer.agree(call, details, error, self.gathering)
-
-    @contextlib.contextmanager
-    def _on_its_way(self) -> Iterator[None]:
-        """Inside this context collectives run that were announced. An error, an interrupt too, ends that for good."""
-        try:
-            yield
-        except BaseException as error:
-            self.announcer.interrupt(error)
-            raise
 
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
@@ -333,7 +325,7 @@ class Zero1:
         """Gather a gradient from its owners. This is a collective."""
         fragment = self.fragments[gradient.origin]
         self._agree(f"full_tensor() of the gradient of {fragment.name}", {})
-        with self._on_its_way():
+        with self.announcer.on_its_way():
             return self._whole(gradient, fragment)
 
     def _whole(self, gradient: ReducedGradient, fragment: Fragment) -> Tensor:
@@ -350,7 +342,7 @@ class Zero1:
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""
         self._agree("unscaling of gradients", {"gradients": self._bare()})
-        with self._on_its_way():
+        with self.announcer.on_its_way():
             largest(self.group, found, self.reduction.waiter)
             for cut in cut_by_mesh(list(self.fragments.values())):
                 all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.compat.telling import SOON, shown
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, problem_of
 from canzona_compile.ir.bucket import ALIGNMENT
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
@@ -19,6 +20,7 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
@@ -48,34 +50,56 @@ class ModelPlan:
         return schedule_of(self.step, self.bound, options)
 
 
+def agreed_plan(
+    captures: Sequence[Capture],
+    options: Sequence[Options],
+    params: Iterable[str],
+    group: ProcessGroup | None,
+    ranks: Sequence[int],
+    bucket_bytes: int,
+    agreement: StoreAgreement | None,
+) -> ModelPlan:
+    """Plan ZeRO-1, and see that all ranks made the same plan. This is a collective.
+
+    Args:
+        captures: the captured code of the optimizers, which share no parameter.
+        options: those of each; they differ in the names of parameters only.
+        params: the names of the parameters, in the order of the model.
+        group: the data-parallel process group of this rank; None if the rank is alone.
+        ranks: its global ranks, in order.
+        bucket_bytes: the size at which a bucket closes.
+        agreement: what these ranks compare their plans by; None if the rank is alone.
+
+    Raises:
+        CanzonaError: an optimizer or a parameter is not supported, the given plan does not fit, or another rank cannot
+            plan.
+    """
+    found: list[ModelPlan] = []
+    order = {name: i for i, name in enumerate(params)}
+    with shown("canzona, zero1", patience=SOON, quiet=dist.get_rank() != 0):
+        error = problem_of(lambda: found.append(plan_model(captures, options, order, group, ranks, bucket_bytes)))
+    if agreement is not None:
+        agreement.agree("" if error is not None else found[0].text, error)
+    elif error is not None:
+        raise error
+    return found[0]
+
+
 def plan_model(
-    optimizers: Sequence[Optimizer],
     captures: Sequence[Capture],
     options: Sequence[Options],
     order: Mapping[str, int],
     group: ProcessGroup | None,
     ranks: Sequence[int],
-    rank: int,
     bucket_bytes: int,
 ) -> ModelPlan:
     """Plan ZeRO-1. Every rank of every replica gets the same owners; this is a collective if there is a DTensor.
 
-    Args:
-        optimizers: the optimizers, which share no parameter.
-        captures: the captured code of each.
-        options: those of each; they differ in the names of parameters only.
-        order: the position of each parameter in the model, by name.
-        group: the data-parallel process group of this rank; None if the rank is alone.
-        ranks: its global ranks, in order.
-        rank: this rank, global.
-        bucket_bytes: the size at which a bucket closes.
-
-    Raises:
-        CanzonaError: an optimizer or a parameter is not supported, or the given plan does not fit.
+    The arguments and errors are those of `agreed_plan`, with the position of each parameter in `order`.
     """
     trained: list[list[BoundParam]] = []
-    for optimizer, capture, own in zip(optimizers, captures, options, strict=True):
-        bare = Binder(optimizer, replace(own, replicate=group), capture).bind()
+    for capture, own in zip(captures, options, strict=True):
+        bare = Binder(capture.optimizer, replace(own, replicate=group), capture).exchanged().bind()
         # What stands for a piece may be a copy of its rows, which nobody needs here.
         light = [
             b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
@@ -91,8 +115,8 @@ def plan_model(
         trained.append(found)
     bound = in_model_order(trained, order)
     parts = [
-        captured_step(tuple(found.values()), plain_class(optimizer).__name__, own)
-        for optimizer, found, own in zip(optimizers, bound, options, strict=True)
+        captured_step(tuple(found.values()), plain_class(capture.optimizer).__name__, own)
+        for capture, found, own in zip(captures, bound, options, strict=True)
     ]
     owned, _ = run(joined(parts), planning_passes(options[0]))
     check_pieces([b for found in bound for b in found.values()], owned)
@@ -103,7 +127,7 @@ def plan_model(
         for name, b in own.items()
         if name in elementwise and not may_be_cut(b, capture)
     }
-    step, _ = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), rank))
+    step, _ = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), dist.get_rank()))
     made = ModelPlan(step, bound)
     if (plan := options[0].plan) is not None:
         plan.check_followed(made.scheduled(options[0]))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, total
+from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.errors import CanzonaError
@@ -75,10 +75,11 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
         return torch.zeros((), device=device)
     infinite = math.isinf(norm_type)
     found = torch.stack(norms_held(present, norm_type))
-    (largest if infinite else total)(group, found, watch)
+    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    all_reduce(found, op, (group.shard,), watch)  # replicas hold the same shards, which count once
     for cut, own in cut_by_mesh(present).items():
         values = found[own]
-        all_reduce(values, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, cut.groups(), watch)
+        all_reduce(values, op, cut.groups(), watch)
         found[own] = values
     norms = list(found.unbind())
     if not infinite:

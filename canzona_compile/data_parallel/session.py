@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.collectives import DataParallelGroup
+from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import put_together, take_apart
@@ -21,6 +21,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step
@@ -39,10 +40,16 @@ class OwnerSession(Session):
     Portable state is whole and the same on every rank.
 
     Args:
-        optimizer: the wrapped optimizer.
+        capture: the captured code of the wrapped optimizer.
         options: the options of `zero1` that `wrap` has too.
+        filling: the parameters of the model, and the buckets that hold them.
+        group: the data-parallel ranks.
+        joint: the plan of all optimizers.
+        bound: the optimizer's parameters, and the pieces of its fused ones, by task.
+        whole: the agreement of the data-parallel ranks; None if this rank is alone.
 
     Attributes:
+        fragments: the optimizer's parameters.
         around: makes the context of every step. It sees to the gradients before and to the parameters after.
         begun: called in that context when this rank can take the step; raises unless all ranks can.
     """
@@ -51,39 +58,26 @@ class OwnerSession(Session):
     holds: ClassVar[str] = "what it owns"
     may_move_owners: ClassVar[bool] = False
 
-    def __init__(self, optimizer: Optimizer, options: Options) -> None:
-        super().__init__(optimizer, options)
-        self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.begun: Callable[[], None] = lambda: None
-        self._loaded = 0  # how often whole state was loaded
-        self._noticed = False  # whether the whole state that is there now is counted
-        self._stepped = False  # whether the optimizer has state since
-        self._fragments: tuple[Fragment, ...] = ()
-        self._group = DataParallelGroup(None, None, 0, 1, 1)
-        self._joint: ModelPlan | None = None
-        self._bound: Mapping[str, BoundParam] = {}
-        self._whole: StoreAgreement | None = None
-        self._apart = False  # whether `optimizer.state` holds the state of the doubles
-
-    def attach(
+    def __init__(
         self,
-        fragments: Sequence[Fragment],
+        capture: Capture,
+        options: Options,
+        filling: Filling,
         group: DataParallelGroup,
         joint: ModelPlan,
         bound: Mapping[str, BoundParam],
         whole: StoreAgreement | None,
     ) -> None:
-        """Tell the session what this rank owns.
-
-        Args:
-            fragments: the optimizer's parameters.
-            group: the data-parallel ranks.
-            joint: the plan of all optimizers.
-            bound: the optimizer's parameters, and the pieces of its fused ones, by task.
-            whole: the agreement of the data-parallel ranks; None if this rank is alone.
-        """
+        super().__init__(capture.optimizer, options, capture=capture)
+        self._group, self._joint, self._bound = group, joint, bound
+        self.fragments = tuple(filling.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
         self._whole = whole
-        self._fragments, self._group, self._joint, self._bound = tuple(fragments), group, joint, bound
+        self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.begun: Callable[[], None] = lambda: None
+        self._loaded = 0  # how often whole state was loaded
+        self._noticed = False  # whether the whole state that is there now is counted
+        self._stepped = False  # whether the optimizer has state since
+        self._apart = False  # whether `optimizer.state` holds the state of the doubles
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -97,9 +91,9 @@ class OwnerSession(Session):
             return super().take_step()
         with self.around():
             new = super().take_step()
-        if self._fragments and not self.optimizer.state:
+        if self.fragments and not self.optimizer.state:
             # Torch would take it for one that never stepped, and take a dummy step on this rank alone.
-            self.optimizer.state[self._fragments[0].param] = {}
+            self.optimizer.state[self.fragments[0].param] = {}
         self._stepped = True
         return new
 
@@ -118,13 +112,13 @@ class OwnerSession(Session):
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
         """Inside this context, the doubles have the values and the gradients of what this rank owns."""
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.lend_marks()
             fragment.lend()
         try:
             yield
         finally:
-            for fragment in self._fragments:
+            for fragment in self.fragments:
                 fragment.take_back()
 
     def _dummy_step(self) -> None:
@@ -132,25 +126,23 @@ class OwnerSession(Session):
             super()._dummy_step()
 
     def _start(self) -> Any:
-        take_apart(self.optimizer, self._fragments)
+        take_apart(self.optimizer, self.fragments)
         self._apart, self._noticed = True, False
         return super()._start()
 
     def bind_and_plan(self) -> Plan:
         """Plan the updates of what this rank owns, with the owners of the joint plan."""
         self.capture.rehearse()
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.lend_marks()
-        bound = [b for fragment in self._fragments for b in self._bind(fragment)]
+        binder = Binder(self.optimizer, self.options, self.capture)
+        bound = [b for fragment in self.fragments for b in self._bind(fragment, binder)]
         bound.sort(key=lambda b: b.task.index)
-        kind = plain_class(self.optimizer).__name__
-        assert self._joint is not None
-        plan = make_plan(bound, kind, self.options, self.observers, self._joint.step)
+        plan = make_plan(bound, self.optimizer_name, self.options, self.observers, self._joint.step)
         params = tuple(p for group in self.optimizer.param_groups for p in group["params"])
         return replace(plan, params=params)
 
-    def _bind(self, fragment: Fragment) -> Iterator[BoundParam]:
-        binder = Binder(self.optimizer, self.options, self.capture)
+    def _bind(self, fragment: Fragment, binder: Binder) -> Iterator[BoundParam]:
         for at, (part, double) in enumerate(zip(fragment.owned, fragment.doubles, strict=True)):
             known = self._bound[part.name]
             state = self.optimizer.state.get(double) or None
@@ -175,7 +167,6 @@ class OwnerSession(Session):
     def reported(self) -> Step:
         """Return the scheduled step of all optimizers on all ranks, with the buckets."""
         self.last()
-        assert self._joint is not None
         return self._joint.scheduled(self.options)
 
     # -- state -----------------------------------------------------------------------------------------
@@ -184,7 +175,7 @@ class OwnerSession(Session):
         """Find the sets of ranks that portable state is gathered from: all data-parallel ranks while it is apart."""
         found = super().partners()
         if self._apart and self._whole is not None:
-            names = "\n".join(fragment.name for fragment in self._fragments)
+            names = "\n".join(fragment.name for fragment in self.fragments)
             found[self._whole.ranks] = f"{names}\n{found.get(self._whole.ranks, '')}"
         return found
 
@@ -211,7 +202,7 @@ class OwnerSession(Session):
     def forget_plan(self) -> None:
         """Drop the plan. If state was loaded just before, it is whole."""
         super().forget_plan()
-        if any(self.optimizer.state.get(f.param) for f in self._fragments):
+        if any(self.optimizer.state.get(f.param) for f in self.fragments):
             self._apart = False
             self._loaded += not self._noticed
             self._noticed = True
@@ -236,5 +227,7 @@ class OwnerSession(Session):
 
     def _put_together(self) -> None:
         """Gather whole state. All ranks have met for that, so an error here leaves some of them in a collective."""
-        with contextlib.nullcontext() if self._whole is None else self._whole.channel.on_its_way():
-            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)
+        channel = None if self._whole is None else self._whole.channel
+        with contextlib.nullcontext() if channel is None else channel.on_its_way():
+            watch = Waiter([] if channel is None else [channel], self.device)
+            put_together(self.optimizer, self.fragments, self._group, self._whole_leaf, watch)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,27 +15,15 @@ from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
-from canzona_compile.replica.leaves import LeafPath
-from canzona_compile.views.view import State, WholeOf, rewritten
+from canzona_compile.ir.program_ops import Watch
+from canzona_compile.runtime.send_values import send_values
+from canzona_compile.views.view import State, WholeOf
 
-SliceForm = tuple[BucketSlice, State]  # the state of a slice, with `TensorLeaf`s for tensors
 
+class Unlaid(NamedTuple):
+    """What a rank holds of a DTensor in the state. The DTensor itself belongs to the mesh of its rank."""
 
-@dataclass(frozen=True, slots=True)
-class TensorLeaf:
-    """The form of a tensor in the state, without its values.
-
-    Attributes:
-        shape: of the part that a rank holds.
-        dtype: of its elements.
-        sharded: whether it is a DTensor laid out like its parameter.
-        on_host: whether it lies in the memory of the host.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sharded: bool
-    on_host: bool
+    local: Tensor
 
 
 def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
@@ -62,7 +48,7 @@ def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
 
 
 def put_together(
-    optimizer: Optimizer, fragments: Sequence[Fragment], group: DataParallelGroup, whole_of: WholeOf
+    optimizer: Optimizer, fragments: Sequence[Fragment], group: DataParallelGroup, whole_of: WholeOf, watch: Watch
 ) -> None:
     """Replace the state of what this rank owns by the whole state of all parameters. This is a collective.
 
@@ -71,26 +57,15 @@ def put_together(
         fragments: its parameters.
         group: the ranks.
         whole_of: gathers a leaf of a piece from the ranks that hold its fragments, see `ParamView.state_out`.
+        watch: waits for collectives.
     """
-    values: list[Tensor] = []
-    own: list[SliceForm] = []
     for fragment in fragments:
         if fragment.param in optimizer.state and not optimizer.state[fragment.param]:
             del optimizer.state[fragment.param]
-        for part, double in zip(fragment.owned, fragment.doubles, strict=True):
-            if state := optimizer.state.pop(double, None):
-                own.append((part, described(state, values)))
-    everybody: list[Any] = [own]
-    if group.shard is not None:
-        everybody = [None] * group.size
-        dist.all_gather_object(everybody, own, group=group.shard)
-    holders = {part.name: fragment for fragment in fragments for part in fragment.slices}
-    found: dict[BucketSlice, State] = {}
-    for owner, forms in enumerate(everybody):
-        sent = sent_by(owner, forms, values, holders, group)
-        found |= {part: received(form, sent, holders[part.name], part) for part, form in forms}
-    for fragment in fragments:
-        parts = [found.get(part, {}) for part in fragment.slices]
+        own = {
+            part: optimizer.state.pop(double, {}) for part, double in zip(fragment.owned, fragment.doubles, strict=True)
+        }
+        parts = [sent(own.get(part, {}), fragment, part, group, watch) for part in fragment.slices]
         if not any(parts):
             continue
         state = fragment.view.state_out(parts, whole_of)
@@ -99,63 +74,32 @@ def put_together(
         optimizer.state[fragment.param] = state
 
 
-def described(state: State, values: list[Tensor]) -> State:
-    """Describe the state of a slice: a `TensorLeaf` for each of its tensors, which are appended to `values`."""
-
-    def form(_: LeafPath, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        local = local_part(value)
-        values.append(local)
-        return TensorLeaf(tuple(local.shape), local.dtype, isinstance(value, DTensor), local.device.type == "cpu")
-
-    return rewritten(state, form)
-
-
-def sent_by(
-    owner: int,
-    forms: Sequence[SliceForm],
-    values: Sequence[Tensor],
-    fragments: Mapping[str, Fragment],
-    group: DataParallelGroup,
-) -> list[Tensor]:
-    """Broadcast the tensors of one owner: all of one dtype in one collective.
-
-    Returns:
-        Its tensors in the order of its leaves.
-    """
-    leaves = [leaf for leaf in pytree.tree_leaves([form for _, form in forms]) if isinstance(leaf, TensorLeaf)]
-    device = next(iter(fragments.values())).param.device
-    found: list[Tensor | None] = [None] * len(leaves)
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        sizes = [torch.Size(leaves[i].shape).numel() for i in places]
-        if owner == group.rank:
-            flat = torch.cat([values[i].reshape(-1).to(device) for i in places])
-        else:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        if group.shard is not None:
-            dist.broadcast(flat, dist.get_process_group_ranks(group.shard)[owner], group=group.shard)
-        for i, part in zip(places, flat.split(sizes), strict=True):
-            own = part.view(leaves[i].shape).clone()
-            found[i] = own.cpu() if leaves[i].on_host else own
-    return [value for value in found if value is not None]
-
-
-def received(form: State, sent: list[Tensor], fragment: Fragment, part: BucketSlice) -> State:
-    """The state of a slice as its owner has it.
+def sent(state: State, fragment: Fragment, part: BucketSlice, group: DataParallelGroup, watch: Watch) -> State:
+    """Send the state of a slice from its owner to all ranks. This is a collective.
 
     Args:
-        form: what `described` returned there.
-        sent: the tensors of its owner that are not used yet; those of this slice are taken from the front.
+        state: on the owner.
         fragment: the parameter.
         part: the slice.
+        group: the ranks.
+        watch: waits for collectives.
+
+    Returns:
+        A copy of the state as its owner has it.
     """
 
-    def value(_: LeafPath, leaf: Any) -> Any:
-        if not isinstance(leaf, TensorLeaf):
-            return leaf
-        own = sent.pop(0)
-        return fragment.view.labelled(own, fragment.parts[part]) if leaf.sharded else own
+    def bare(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        local = local_part(value).clone()
+        return Unlaid(local) if isinstance(value, DTensor) else local
 
-    return rewritten(form, value)
+    def laid(value: Any) -> Any:
+        return fragment.view.labelled(value.local, fragment.parts[part]) if isinstance(value, Unlaid) else value
+
+    found: Any = pytree.tree_map(bare, dict(state))
+    if group.shard is not None:
+        source = dist.get_process_group_ranks(group.shard)[part.owner]
+        found = send_values(found, source, group.shard, fragment.param.device, watch)
+    made: State = pytree.tree_map(laid, found, is_leaf=lambda value: isinstance(value, Unlaid))
+    return made

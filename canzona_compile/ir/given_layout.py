@@ -29,11 +29,13 @@ class GivenLayout:
         patterns: patterns of parameter names with what is said of the parameters that they match; the first one counts.
         function: says it by name and parameter; None if there are patterns or a mesh alone.
         mesh: the tensor-parallel mesh of parameters that no pattern matches; None if it is not known.
+        alone: whether the mesh is all that the user said.
     """
 
     patterns: tuple[tuple[str, Given], ...] = ()
     function: Callable[[str, Tensor], Given] | None = None
     mesh: DeviceMesh | None = None
+    alone: bool = False
 
     @classmethod
     def of(cls, given: LayoutOption) -> GivenLayout | None:
@@ -45,7 +47,7 @@ class GivenLayout:
         if given is None:
             return None
         if isinstance(given, DeviceMesh):
-            return cls(mesh=given)
+            return cls(mesh=given, alone=True)
         if isinstance(given, Mapping):
             meshes = {mesh for mesh in map(mesh_in, given.values()) if mesh is not None and mesh.ndim == 1}
             patterns = tuple((canonical_name(pattern), told) for pattern, told in given.items())

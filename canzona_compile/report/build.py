@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,7 @@ from canzona_compile.report.schema import (
     GroupReport,
     LoadReport,
     LocalTask,
+    RunFigures,
     SimulatedSpan,
     TaskReport,
     TemplateReport,
@@ -99,16 +100,9 @@ def make_report(step: Step, facts: Facts) -> Report:
     taken = {t.placed for t in step.tasks}
     prediction = predict(step, hardware_of(step.machine))
     return Report(
-        world_size=facts.world_size,
+        **{field.name: getattr(facts, field.name) for field in fields(RunFigures)},
         optimizer=step.optimizer,
         machine=step.machine,
-        numerics=facts.numerics,
-        captures=facts.captures,
-        variants=facts.variants,
-        rank_programs=facts.rank_programs,
-        capacity=facts.capacity,
-        memory=facts.memory,
-        execution=facts.execution,
         depth=step.depth,
         collectives_per_step=sum(g.collectives for g in groups),
         wire_bytes_per_element=sent / elements if elements else 0.0,
@@ -118,11 +112,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         micro_groups=groups,
         tasks=tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
         loads=loads,
-        local=facts.local,
-        fallbacks=dict(facts.interpreted),
-        suggestions=facts.suggestions,
         schedule=tuple(SimulatedSpan(s.rank, s.stream, s.act, s.group, s.start, s.end) for s in prediction.spans),
-        profile=facts.profile,
         data_parallel=data_parallel_report(step.buckets),
         measured=measured_report(facts.measurement, step),
     )

@@ -54,12 +54,7 @@ class Explanation(Printable):
     __repr__ = Printable.__str__
 
 
-def explain_session(session: Session) -> Explanation:
-    """Explain how each parameter of one optimizer is updated, see `explained`."""
-    return Explanation(session.optimizer_name, explained(session))
-
-
 def explain_all(sessions: Sequence[Session]) -> Explanation:
-    """Explain how each parameter of several optimizers is updated, see `explained`."""
-    every = [explain_session(session) for session in sessions]
-    return Explanation("+".join(own.optimizer for own in every), tuple(row for own in every for row in own.parameters))
+    """Explain how each parameter of one optimizer or of several is updated, see `explained`."""
+    names = "+".join(session.optimizer_name for session in sessions)
+    return Explanation(names, tuple(row for session in sessions for row in explained(session)))

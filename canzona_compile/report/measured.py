@@ -18,12 +18,7 @@ from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
 from canzona_compile.session.measuring import Measurement
 
 OTHER = "other"
-# In the order in which a step has them.
-ORDER = (
-    *("reduce", "look", "agree", "plan", "meet", "prepare", "gather", "compute", "scatter", "exchange", "apply"),
-    *("stream", "local", "gather params", OTHER),
-)
-ABOUT = {
+ABOUT = {  # in the order in which a step has them
     "reduce": "gradients to owners, during backward",
     "look": "what changed, which code runs, with which numbers",
     "agree": "ranks compare that, and wait for the last one to come",
@@ -63,7 +58,7 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
     mean = statistics.fmean(s for own in ranks.values() for s in own.seconds)
     phases = tuple(
         measured_phase(name, {rank: [own.get(name, 0.0) for own in steps] for rank, steps in taken.items()}, expected)
-        for name in ORDER
+        for name in ABOUT
         if name in names
     )
     return MeasuredReport(

@@ -80,13 +80,8 @@ def predict_mean(steps: Sequence[Step], hardware: Hardware) -> tuple[dict[str, f
 
 
 def by_phase(acts: Mapping[str, float]) -> dict[str, float]:
-    """Add up acts by phase: "start gather" and "wait gather" are both of "gather"."""
+    """Add up acts of a measured or simulated step by phase: "start gather" and "wait gather" are both of "gather"."""
     found: dict[str, float] = defaultdict(float)
     for act, seconds in acts.items():
-        found[phase_of(act)] += seconds
+        found[act.removeprefix("start ").removeprefix("wait ")] += seconds
     return dict(found)
-
-
-def phase_of(act: str) -> str:
-    """The phase of an act of a measured, or of a simulated, step."""
-    return act.removeprefix("start ").removeprefix("wait ")

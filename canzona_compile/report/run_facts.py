@@ -34,7 +34,7 @@ def facts_of(session: Session) -> Facts:
         world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         captures=session.capture.captures,
         local=tuple(LocalTask(b.task.name, b.task.shape, why_local) for b in plan.elementwise),
-        interpreted={name: why for name, why in reasons.items() if why},
+        fallbacks={name: why for name, why in reasons.items() if why},
         suggestions=(*(suggestions(plan, options) if session.may_move_owners else []), *eager_cuts(driver.last)),
         numerics=options.numerics,
         variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
@@ -54,12 +54,11 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
         CanzonaError: one of them has not stepped yet.
     """
     every = [facts_of(session) for session in sessions]
-    busy = next((own for session, own in zip(sessions, every, strict=True) if has_matrices(session)), every[0])
     return replace(
-        busy,
+        every[sessions.index(with_matrices(sessions))],
         captures=sum(own.captures for own in every),
         local=tuple(task for own in every for task in own.local),
-        interpreted={name: why for own in every for name, why in own.interpreted.items()},
+        fallbacks={name: why for own in every for name, why in own.fallbacks.items()},
         suggestions=tuple(dict.fromkeys(said for own in every for said in own.suggestions)),
         variants=sum(own.variants for own in every),
         rank_programs=sum(own.rank_programs for own in every),
@@ -68,10 +67,16 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
     )
 
 
-def has_matrices(session: Session) -> bool:
-    """Tell whether an optimizer has tasks that need an owner."""
-    assert session.driver is not None
-    return bool(session.driver.plan.owned.tasks)
+def with_matrices(sessions: Sequence[Session]) -> Session:
+    """Find the first optimizer that has tasks which need an owner, or the first of all if none has.
+
+    Raises:
+        CanzonaError: one of them has not stepped yet.
+    """
+    for session in sessions:
+        session.last()
+    plans = [(session, session.driver.plan) for session in sessions if session.driver is not None]
+    return next((session for session, plan in plans if plan.owned.tasks), sessions[0])
 
 
 def eager_cuts(program: BoundProgram) -> list[str]:

@@ -97,14 +97,14 @@ class MeasuredReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """The figures that a step does not contain.
+class RunFigures:
+    """The figures of a run that its step does not contain.
 
     Attributes:
         world_size: ranks of the job.
         captures: how many graphs Dynamo was asked for since `wrap`.
         local: parameters that the optimizer's own eager step updates on their fragments.
-        interpreted: task name -> why the owner runs the eager step instead of a graph.
+        fallbacks: task name -> why the owner runs the eager step instead of a graph.
         suggestions: what the user could do to make the step cheaper, one sentence each.
         numerics: "exact" or "fast".
         variants: control-flow variants captured so far.
@@ -114,13 +114,12 @@ class Facts:
             the buffers alone.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
-        measurement: the steps that were measured last; None if there are none.
     """
 
     world_size: int = 1
     captures: int = 0
     local: tuple[LocalTask, ...] = ()
-    interpreted: Mapping[str, str] = field(default_factory=dict)
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
     suggestions: tuple[str, ...] = ()
     numerics: str = "exact"
     variants: int = 0
@@ -129,6 +128,16 @@ class Facts:
     memory: StepMemory = field(default_factory=StepMemory)
     execution: str = ""
     profile: ProfileReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts(RunFigures):
+    """What a report is made of, beside the step.
+
+    Attributes:
+        measurement: the steps that were measured last; None if there are none.
+    """
+
     measurement: Measurement | None = None
 
 
@@ -284,12 +293,11 @@ class DataParallelReport:
     forward_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures(RunFigures):
     """A plan in figures.
 
     Attributes:
-        captures, variants, rank_programs, capacity, memory, execution, numerics, profile: see `Facts`.
         depth: micro-groups in flight at once.
         collectives_per_step: how many each rank of a micro-group's grid takes part in. With owners there are two on a
             sharded grid, one on a replicated grid, and three on a grid that is both. Where every rank computes
@@ -300,22 +308,13 @@ class Figures:
             is distributed.
         predicted_seconds: of the simulated step. Under ZeRO-1 the reductions before it and the gathers after it are
             included. The machine says which of its rates were measured; the others are assumed.
-        fallbacks: task name -> why it is interpreted.
         schedule: what the rank that computes most does in the simulated step.
         data_parallel: the buckets of ZeRO-1; None without it.
         measured: what `measure()` found; None if it was not called, or not for this plan.
     """
 
-    world_size: int
     optimizer: str
     machine: Machine
-    numerics: str
-    captures: int
-    variants: int
-    rank_programs: int
-    capacity: int
-    memory: StepMemory
-    execution: str
     depth: int
     collectives_per_step: int
     wire_bytes_per_element: float
@@ -325,10 +324,6 @@ class Figures:
     micro_groups: tuple[GroupReport, ...]
     tasks: tuple[TaskReport, ...]
     loads: tuple[LoadReport, ...]
-    local: tuple[LocalTask, ...]
-    fallbacks: Mapping[str, str]
-    suggestions: tuple[str, ...]
     schedule: tuple[SimulatedSpan, ...]
-    profile: ProfileReport | None
     data_parallel: DataParallelReport | None = None
     measured: MeasuredReport | None = None

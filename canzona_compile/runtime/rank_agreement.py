@@ -171,6 +171,11 @@ class RankAgreement:
         """Gather a text from every rank of a set, in the order of the ranks. This is a collective."""
         return self._agreement_of(ranks).share(text)
 
+    def check(self) -> None:
+        """Raise if an earlier call failed on its way, see `Channel.check`."""
+        for agreement in self._agreements.values():
+            agreement.channel.check()
+
     def fail(self, error: CanzonaError) -> None:
         """Tell all ranks that this rank raised an error on its way, so that no rank waits for it."""
         for agreement in self._agreements.values():

@@ -10,18 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.compat.torch_private import pytree
+from canzona_compile.eager.cell import step_alone, whole_copy
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Task
 from canzona_compile.rehearsal.rehearsal import rehearse_as_now
 from canzona_compile.replica.leaves import write
 from canzona_compile.replica.randomness import draws
-from canzona_compile.replica.twin import make_twin, plain_attributes, step_plainly
+from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.state import StateStore
 
@@ -94,17 +96,12 @@ class Audit:
 
     def _expected(self, name: str) -> Expected:
         task, bound = self.plan.owned.task(name), self.plan.bound[name]
-        param = nn.Parameter(self._whole(task, "param", bound.param.detach()).clone())
         assert bound.param.grad is not None
-        if bound.param.grad.dtype != param.dtype:
-            param.grad_dtype = bound.param.grad.dtype
-        param.grad = self._whole(task, "grad", bound.param.grad).clone()
-        vars(param).update(plain_attributes(bound.origin))
+        values, grad = self._whole(task, "param", bound.param.detach()), self._whole(task, "grad", bound.param.grad)
+        param = whole_copy(values, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
         state = self.store.portable(task)
         whole = {key: pytree.tree_map(lambda leaf: self._whole_leaf(task, leaf), value) for key, value in state.items()}
-        twin = make_twin(self.optimizer, self.optimizer.param_groups[bound.param_group], [param], {param: whole})
-        step_plainly(twin)
-        return Expected(task, param.detach())
+        return Expected(task, step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], param, whole))
 
     def _whole(self, task: Task, leaf: str, value: Tensor) -> Tensor:
         return self.store.whole(task, leaf, value, task.shape).view(task.shape)

@@ -64,24 +64,22 @@ class Binder:
     def __init__(self, optimizer: Optimizer, options: Options, capture: Capture) -> None:
         self.optimizer, self.options, self.capture = optimizer, options, capture
         self.rank = dist.get_rank() if distributed() else 0
-        self.replicas = replica_ranks(options.replicate)
+        self.replicas, self._group = replica_ranks(options.replicate), group_of(options.replicate)
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._named = named_params(optimizer, options.names, options.prefix)
         self._known = KnownFragments({}, {}, {})
-        self._exchanged = False
 
-    def exchange(self) -> None:
-        """Find out which plain tensors are fragments. This is a collective if there are any.
+    def exchanged(self) -> Binder:
+        """Find out which plain tensors are fragments, before `bind`. This is a collective if there are any.
 
         What is wrong with a parameter is raised when that parameter is bound, because other ranks wait for this
         rank's part of the exchange.
         """
-        group = self._replicate_group() if self.replicas else None
-        self._known = exchange_fragments(self._named, self.options.layout, group, self.rank)
-        self._exchanged = True
+        self._known = exchange_fragments(self._named, self.options.layout, self._group, self.rank)
+        return self
 
     def bind(self, refused: dict[str, CanzonaError] | None = None) -> list[BoundParam]:
-        """Bind all parameters of the optimizer. This is a collective if some of them are plain fragments.
+        """Bind all parameters of the optimizer, after the exchange.
 
         Args:
             refused: gets the errors of single parameters, by name; then they are not raised.
@@ -93,8 +91,6 @@ class Binder:
             CanzonaError: a pattern of `split=` or `layout=` fits no parameter, or a parameter, which the error names,
                 has a layout or an update that is not supported.
         """
-        if not self._exchanged:
-            self.exchange()
         names, groups = [name for name, _, _ in self._named], range(len(self.optimizer.param_groups))
         try:
             self.capture.notice()  # of what changed since `explain`, or since the last plan
@@ -169,15 +165,9 @@ class Binder:
         known = self._known.rows
         if rows not in known:
             everybody: list[Any] = [None] * len(self.replicas)
-            dist.all_gather_object(everybody, rows, group=self._replicate_group())
+            dist.all_gather_object(everybody, rows, group=self._group)
             known[rows] = tuple(row for own in everybody for row in own)
         return known[rows]
-
-    def _replicate_group(self) -> dist.ProcessGroup:
-        given = self.options.replicate
-        group = given.get_group() if isinstance(given, DeviceMesh) else given
-        assert group is not None
-        return group
 
     # -- its code ------------------------------------------------------------------------------------
 
@@ -348,12 +338,15 @@ def at_parameter(name: str) -> Iterator[None]:
         raise
 
 
+def group_of(given: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the process group of `replicate=`."""
+    return given.get_group() if isinstance(given, DeviceMesh) else given
+
+
 def replica_ranks(given: DeviceMesh | dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the global ranks of `replicate=`, ascending; none if it is None."""
-    if given is None:
-        return ()
-    group = given.get_group() if isinstance(given, DeviceMesh) else given
-    return tuple(sorted(dist.get_process_group_ranks(group)))
+    group = group_of(given)
+    return () if group is None else tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def meshes_of(params: Sequence[Tensor]) -> list[DeviceMesh]:

@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from canzona_compile.capture.param_kind import ParamKind
-from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.session.cells import check_whole
-from canzona_compile.session.params import check_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
-from canzona_compile.views.given_layout import check_marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +61,10 @@ def explained(session: Session) -> tuple[ExplainedParameter, ...]:
 
 def _explained_ahead(session: Session) -> tuple[ExplainedParameter, ...]:
     """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
-    optimizer, options, named = session.optimizer, session.options, session.named
-    siblings = session.siblings
+    named, siblings = session.named, session.siblings
     binders = {session: session.exchanged()} if siblings is None else siblings.exchanged(session)
-    binder = binders[session]
     refused: dict[str, CanzonaError] = {}
-    check_params(named, refused)
-    bound = [b for b in binder.bind(refused) if b.name not in refused]
-    check_marked(options.layout, [b.origin for b in bound])
+    bound = [b for b in session.bind(binders[session], refused) if b.name not in refused]
     if any(b.kind.coupled is not None for b in bound):
         try:
             check_whole({b.task.name: b for b in bound})
@@ -79,11 +72,12 @@ def _explained_ahead(session: Session) -> tuple[ExplainedParameter, ...]:
             bound, refused = [], dict.fromkeys([name for name, _, _ in named], error) | refused
     rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
     if bound:
-        kind, owned_as = plain_class(optimizer).__name__, None
+        owned_as = None
         if siblings is not None and not refused:
             with contextlib.suppress(CanzonaError):  # of another optimizer, whose own rows say it
                 owned_as = siblings.owned(session, bound, binders)
-        planned = {row.name: row for row in rows_of(make_plan(bound, kind, options, owned_as=owned_as))}
+        made = make_plan(bound, session.optimizer_name, session.options, owned_as=owned_as)
+        planned = {row.name: row for row in rows_of(made)}
         for b in bound:
             rows[b.name].append(planned[b.task.name])
     for name, _, param in named:

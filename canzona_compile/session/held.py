@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from operator import attrgetter, is_
 from typing import Any
 
@@ -18,7 +17,7 @@ from canzona_compile.ir.layout import local_part
 from canzona_compile.replica.leaves import CONTAINERS
 from canzona_compile.replica.twin import plain_attributes
 
-Entry = tuple[Any, Any, Any]  # a container, a key, and what lies there
+Entry = tuple[Callable[[Any], Any], Any, Any]  # what reads a container, a key in it, and what lies there
 REMOVED = object()
 
 
@@ -44,17 +43,8 @@ class HeldState:
             name: (param, state[param], list(entries(state[param]))) for name, param in params.items() if param in state
         }
         self._params, self._owns = [p for p, _, _ in self._states.values()], [o for _, o, _ in self._states.values()]
-        self._entries = [(reader(c, value), key, value) for _, _, own in self._states.values() for c, key, value in own]
+        self._entries = [entry for _, _, own in self._states.values() for entry in own]
         self._sizes = list(map(len, self._owns))
-
-    def _untouched(self) -> bool:
-        """Tell whether everything is where it was. This is asked on each step, so it loops in C."""
-        if not all(map(is_, map(self.optimizer.state.get, self._params), self._owns)):
-            return False
-        try:
-            return all(read(key) is value for read, key, value in self._entries)
-        except IndexError:
-            return False
 
     def cleared(self) -> list[str]:
         """Find the tasks whose state the user cleared, as a whole.
@@ -62,12 +52,12 @@ class HeldState:
         Raises:
             CanzonaError: the user replaced or removed some of the state of a parameter, but not all.
         """
-        if self._untouched():
-            return []
         state, gone = self.optimizer.state, []
+        if all(map(is_, map(state.get, self._params), self._owns)) and in_place(self._entries):
+            return []
         for name, (param, own, held) in self._states.items():
             now = state.get(param)
-            if now is own and all(read_at(container, key) is value for container, key, value in held):
+            if now is own and in_place(held):
                 continue
             if not now:
                 gone.append(name)
@@ -88,24 +78,25 @@ def entries(state: Any) -> Iterator[Entry]:
     """The tensors in the containers of a state."""
     for key, value in list(state.items()) if isinstance(state, dict) else list(enumerate(state)):
         if isinstance(value, Tensor | None):
-            yield state, key, value
+            yield reader(state, value), key, value
         elif isinstance(value, CONTAINERS):
             yield from entries(value)
 
 
-def read_at(container: Any, key: Any) -> Any:
-    """What a dict has under a key, or a sequence at an index; a mark of its own if it has nothing there."""
-    if isinstance(container, dict):
-        return container.get(key, REMOVED)
-    return container[key] if key < len(container) else REMOVED
-
-
 def reader(container: Any, value: Any) -> Callable[[Any], Any]:
     """Return what reads a container at a key, in C unless the value there is None, which dicts give for no entry."""
-    if value is None:
-        return partial(read_at, container)
-    read: Callable[[Any], Any] = container.get if isinstance(container, dict) else container.__getitem__
+    if isinstance(container, dict):
+        return container.get if value is not None else lambda key: container.get(key, REMOVED)
+    read: Callable[[Any], Any] = container.__getitem__
     return read
+
+
+def in_place(held: Iterable[Entry]) -> bool:
+    """Tell whether everything lies where it lay. This is asked on each step."""
+    try:
+        return all(read(key) is value for read, key, value in held)
+    except IndexError:
+        return False
 
 
 class HeldParameters:

@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Task
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
-from canzona_compile.runtime.process_groups import current_device
+from canzona_compile.runtime.process_groups import current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.state import StateStore, restoring
@@ -118,24 +119,33 @@ def given_back_on_error(optimizer: Optimizer, end: Callable[[BaseException], Non
 
 
 class PortableState:
-    """The part of a session that gathers portable state; `Session` has its attributes."""
+    """The part of a session that gathers portable state from the ranks that hold it.
 
-    optimizer: Optimizer
-    driver: StepDriver | None
-    siblings: Siblings | None
-    _agreement: RankAgreement | None
-    _consolidated: Consolidated | None
+    Args:
+        optimizer: the wrapped optimizer.
+
+    Attributes:
+        driver: takes the steps of the current plan; None before the first step and after `close`.
+        siblings: plans the optimizers of a chain together; None if this one is in no chain.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.driver: StepDriver | None = None
+        self.siblings: Siblings | None = None
+        self._agreement: RankAgreement | None = None
+        self._consolidated: Consolidated | None = None
 
     @property
     def rank(self) -> int:
-        raise NotImplementedError
+        """The global rank of this process; 0 without a default process group."""
+        return dist.get_rank() if distributed() else 0
 
     @property
     def device(self) -> torch.device:
-        raise NotImplementedError
-
-    def _check_unbroken(self) -> None:
-        raise NotImplementedError
+        """The device of the parameters; the CPU if there are none."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return next((param.device for param in params), torch.device("cpu"))
 
     def meet(self, purpose: str) -> None:
         """Wait until all ranks have come with which this rank gathers portable state; not at all if there are none.
@@ -148,7 +158,8 @@ class PortableState:
         """
         told = self.partners()
         if told:
-            self._check_unbroken()
+            if self._agreement is not None:
+                self._agreement.check()
             meet_all(told, self.meeting_of, gathering(purpose))
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
@@ -216,8 +227,10 @@ class PortableState:
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:
         """Inside this context, `optimizer.state` is portable. Entering it is a collective if owners hold state."""
-        with contextlib.ExitStack() as stack:
-            if self.driver is not None:
-                with current_device(self.device):
-                    stack.enter_context(self.driver.store.shown_portably())
+        if self.driver is None:
+            yield
+            return
+        with restoring(self.optimizer):
+            with current_device(self.device):
+                self.driver.store.release()
             yield

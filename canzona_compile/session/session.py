@@ -9,7 +9,6 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from canzona_compile.capture.templates import Capture
@@ -32,8 +31,7 @@ from canzona_compile.session.compared import ChangeKind, StepChange
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.params import check_params, named_params, notice_data_parallel
 from canzona_compile.session.plan import Plan, make_plan, whole
-from canzona_compile.session.portable_state import Consolidated, PortableState, given_back_on_error
-from canzona_compile.session.siblings import Siblings
+from canzona_compile.session.portable_state import PortableState, given_back_on_error
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
@@ -47,15 +45,14 @@ class Session(PortableState):
         optimizer: the wrapped optimizer.
         options: the options of `wrap`.
         lost: why the optimizer cannot step until it is wrapped again; empty if it can.
+        capture: its captured code, if there is some already.
 
     Attributes:
         capture: the captured code of the optimizer.
         observers: callables that see every pass, see `ir.pipeline`; users may add their own.
         groups: finds process groups by their ranks.
-        driver: takes the steps of the current plan; None before the first step and after `close`.
         number: the number of steps that were begun.
         measuring: measures steps when asked to.
-        siblings: plans the optimizers of a chain together; None if this one is in no chain.
         has_dummy_state: whether `optimizer.state` holds the state of a dummy step.
     """
 
@@ -63,38 +60,23 @@ class Session(PortableState):
     holds: ClassVar[str] = "its fragment"  # what a rank has of a parameter, for reports
     may_move_owners: ClassVar[bool] = True  # whether options of it decide who owns what
 
-    def __init__(self, optimizer: Optimizer, options: Options, lost: str = "") -> None:
-        self.optimizer, self.options, self.lost = optimizer, options, lost
-        self.capture = Capture(optimizer)
+    def __init__(self, optimizer: Optimizer, options: Options, lost: str = "", capture: Capture | None = None) -> None:
+        super().__init__(optimizer)
+        self.options, self.lost = options, lost
+        self.capture = capture or Capture(optimizer)
         self.groups = Groups()
         self.observers: list[Observer] = []
-        self.driver: StepDriver | None = None
         self.number = 0
         self.measuring = Measuring()
-        self.siblings: Siblings | None = None
         self.has_dummy_state = False
-        self._agreement: RankAgreement | None = None
-        self._consolidated: Consolidated | None = None
         self._in_dummy_step = False  # whether this is a dummy step
         self._ready: StepDriver | None = None  # takes the next step, which all ranks have agreed on
         self._plans_anew = False  # whether ranks did not agree on the last step, so that all of them plan again
-        self._broken = ""  # why an earlier step ended on its way; empty if none did
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this process; 0 without a default process group."""
-        return dist.get_rank() if distributed() else 0
 
     @property
     def named(self) -> list[tuple[str, int, torch.Tensor]]:
         """The parameters with their names and the indices of their groups, see `named_params`."""
         return named_params(self.optimizer, self.options.names, self.options.prefix)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters; the CPU if there are none."""
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return next((param.device for param in params), torch.device("cpu"))
 
     def step(self) -> bool:
         """Update all parameters once, and measure that if it is wanted.
@@ -180,8 +162,8 @@ class Session(PortableState):
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
         """Inside this context, give parameters without a gradient zeros if `missing_grads` is "zero"."""
-        params = [p for _, _, p in named_params(self.optimizer)] if self.options.missing_grads == "zero" else []
-        bare = [p for p in params if p.grad is None]
+        groups = self.optimizer.param_groups if self.options.missing_grads == "zero" else []
+        bare = [param for group in groups for param in group["params"] if param.grad is None]
         for param in bare:
             param.grad = torch.zeros_like(param)
         try:
@@ -199,7 +181,8 @@ class Session(PortableState):
 
     def _prepared(self) -> StepDriver:
         driver = self.driver
-        self._check_unbroken()
+        if self._agreement is not None:
+            self._agreement.check()
         if driver is None:
             return self._planned()
         change, error = self._look(driver)
@@ -247,17 +230,8 @@ class Session(PortableState):
         except BaseException as error:  # an interrupt, too, leaves others waiting
             driver = driver or self.driver
             if driver is not None and driver.shares and self._agreement is not None:
-                self._broken = first_line(error)
                 self._agreement.fail(failed_on(self.rank, error))
             raise
-
-    def _check_unbroken(self) -> None:
-        """Raise if an earlier step ended on its way: its collectives may wait, and would get the data of this step."""
-        if self._broken:
-            raise CanzonaError(
-                f"an earlier step failed on its way, so ranks may hold parameters of different steps: {self._broken}",
-                hint="start all ranks again from a checkpoint",
-            )
 
     def _look(self, driver: StepDriver) -> tuple[StepChange | None, CanzonaError | None]:
         """Find out what the step has to do, or why it cannot begin."""
@@ -324,21 +298,20 @@ class Session(PortableState):
 
         It comes before anything that may raise, because other ranks wait for it.
         """
-        binder = Binder(self.optimizer, self.options, self.capture)
-        binder.exchange()
-        return binder
+        return Binder(self.optimizer, self.options, self.capture).exchanged()
 
-    def bind(self, binder: Binder) -> list[BoundParam]:
+    def bind(self, binder: Binder, refused: dict[str, CanzonaError] | None = None) -> list[BoundParam]:
         """Bind the parameters.
 
         Args:
             binder: what `exchanged` returned.
+            refused: gets the errors of single parameters, by name, which are not bound then; None to raise them.
 
         Raises:
             CanzonaError: a parameter, its gradient or the optimizer is not supported.
         """
-        check_params(self.named)
-        bound = binder.bind()
+        check_params(self.named, refused)
+        bound = binder.bind(refused)
         check_marked(self.options.layout, [b.origin for b in bound])
         return bound
 

@@ -307,13 +307,6 @@ class StateStore:
             state.update(structure_of(found))  # the load of a checkpoint looks here for its keys
         return found
 
-    @contextlib.contextmanager
-    def shown_portably(self) -> Iterator[None]:
-        """Make `optimizer.state` portable inside this context. Entering it is a collective if leaves are resident."""
-        with restoring(self.optimizer):
-            self.release()
-            yield
-
     def cleared(self, task: Task) -> bool:
         """Tell whether a user cleared the state of a task, which the next step will find."""
         bound = self.plan.bound[task.name]

@@ -200,9 +200,8 @@ def check_layout_patterns(given: GivenLayout | None, names: Sequence[str]) -> No
 
 def check_marked(given: GivenLayout | None, params: Iterable[Tensor]) -> None:
     """Raise CanzonaError if `layout=` is a mesh alone and no parameter has Megatron's attributes."""
-    if given is None or given.patterns or given.function is not None:
-        return
-    if not any(getattr(param, "tensor_model_parallel", False) for param in params):
+    mesh_alone = given is not None and given.alone
+    if mesh_alone and not any(getattr(param, "tensor_model_parallel", False) for param in params):
         raise CanzonaError(
             "layout= is a mesh alone, and no parameter has tensor_model_parallel=True",
             at=WHERE,

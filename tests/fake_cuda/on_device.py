@@ -124,7 +124,6 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         stack.enter_context(patched(channel, "host_group", lambda store, ranks, *_: Groups().of(tuple(ranks))))
         for owner, name in (
             (state.StateStore, "release"),
-            (state.StateStore, "shown_portably"),
             (Session, "_start"),
         ):
             stack.enter_context(patched(owner, name, settled(getattr(owner, name))))

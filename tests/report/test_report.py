@@ -34,7 +34,7 @@ FACTS = Facts(
     world_size=4,
     captures=2,
     local=(LocalTask("norm.weight", (32,), "elementwise"),),
-    interpreted={"b": "reads a tensor on the host"},
+    fallbacks={"b": "reads a tensor on the host"},
     suggestions=("pass replicate=",),
     variants=2,
     rank_programs=1,

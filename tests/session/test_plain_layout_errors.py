@@ -76,6 +76,15 @@ def test_a_pattern_may_say_that_a_marked_parameter_is_whole() -> None:
     canzona_compile.wrap(Muon([("router", param)], lr=0.1), layout={"router": None}).step()
 
 
+def test_a_pattern_may_fit_parameters_of_one_optimizer_of_a_chain_alone() -> None:
+    params = {name: nn.Parameter(torch.ones(4, 6)) for name in ("router", "other")}
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    members = [Muon([("router", params["router"])], lr=0.1), torch.optim.SGD([("other", params["other"])], lr=0.1)]
+    canzona_compile.wrap(canzona_compile.chain(*members), layout={"router": None}).step()
+    assert not any(torch.equal(param, torch.ones(4, 6)) for param in params.values())
+
+
 # -- two ranks ---------------------------------------------------------------------------------
 
 
