@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.api.chains.chain import Chain, is_chain
-from canzona_compile.replica.cached_calls import CachedCalls
-from canzona_compile.replica.copies import Copies
+from canzona_compile.replica.copies import CachedCalls, Copies
 from canzona_compile.replica.held_optimizers import held_in
-from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.outside import Outside
+from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.snapshot import changed
 
 STEPS = 50  # that are tried; an object may do something else every tenth step

@@ -20,8 +20,7 @@ from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import Answer, Scalars, Variant
 from canzona_compile.compat.optimizer_class import plain_step
 from canzona_compile.compat.torch_private import FakeTensor, mark_static
-from canzona_compile.replica.no_collectives import NoCollectives
-from canzona_compile.replica.raised import Swallowed, Untraceable
+from canzona_compile.replica.raised import NoCollectives, Swallowed, Untraceable
 
 
 class DynamoRecorder(StepRecorder):

@@ -16,13 +16,21 @@ from canzona_compile.capture.variant import FormChange, Source
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.copies import with_own_containers
-from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.external_counters import Counts, counts_of, give_counts, step_alone
 from canzona_compile.replica.homes import NOT_COPIED, copied_attributes, hypers
 from canzona_compile.replica.leaves import paths_of, python_leaves, read, state_leaves, structure_of, write
-from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.raised import Note, NotingFakeMode, NotingFunctions, NotingShapeEnv, Swallowed, Untraceable
+from canzona_compile.replica.raised import (
+    NoCollectives,
+    Note,
+    NotingFakeMode,
+    NotingFunctions,
+    NotingShapeEnv,
+    Swallowed,
+    Untraceable,
+    blamed,
+    first_line,
+)
 from canzona_compile.replica.twin import make_twin, rebound, step_plainly
 
 NEEDS_VALUES = "its step needs tensor values"

@@ -20,12 +20,11 @@ from canzona_compile.capture.graphs import functional
 from canzona_compile.capture.variant import Answer, Scalars, Source, StepInputs, Variant
 from canzona_compile.compat.torch_private import FakeTensor
 from canzona_compile.ir.compiled_call import opened
-from canzona_compile.replica.error_origin import first_line
 from canzona_compile.replica.external_counters import Counts, counts_of
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.leaves import leaf_problem
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.raised import Provoked, Provoker, Untraceable, fallible
+from canzona_compile.replica.raised import Provoked, Provoker, Untraceable, fallible, first_line
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import OpOverload, count_function_modes, no_dispatch, pytree
-from canzona_compile.replica.error_origin import is_optimizer
-from canzona_compile.replica.no_collectives import NoCollectives
-from canzona_compile.replica.raised import Note, Untraceable, name_of
+from canzona_compile.replica.raised import NoCollectives, Note, Untraceable, is_optimizer, name_of
 
 NumberList = list[Any]
 

@@ -13,9 +13,8 @@ from canzona_compile.capture.recording import storage_of
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.raised import Untraceable
+from canzona_compile.replica.raised import NoCollectives, Untraceable
 
 
 def check_separable(

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from canzona_compile.compat.interrupts import uninterrupted
-from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.leaves import state_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, plain_attributes, step_plainly
 

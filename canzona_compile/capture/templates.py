@@ -29,8 +29,8 @@ from canzona_compile.rehearsal.rehearsal import Rehearsal, closure_problem
 from canzona_compile.rehearsal.ways import Ways
 from canzona_compile.replica.attribute_watch import AttributeWatch
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
-from canzona_compile.replica.gradient_aliases import GradientAliases
 from canzona_compile.replica.leaves import python_leaves
+from canzona_compile.replica.memory import GradientAliases
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.replica.randomness import draws

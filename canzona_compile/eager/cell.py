@@ -20,7 +20,7 @@ from canzona_compile.compat.interrupts import interrupts_later
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.eager.publish import Homes, is_plain, objects_in, plain_homes
 from canzona_compile.errors import UnsupportedOptimizer, some
-from canzona_compile.replica.no_collectives import NoCollectives
+from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.snapshot import changed
 from canzona_compile.replica.twin import make_twin, step_plainly
 

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.replica.construction import Construction, NotConstructible
-from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.homes import hypers, own_attributes
 from canzona_compile.replica.object_state import (
     NOTES,
@@ -33,6 +32,7 @@ from canzona_compile.replica.object_state import (
     texts_of,
 )
 from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import MatrixGenerators
 from canzona_compile.replica.snapshot import Contents, Snapshot, changed
 from canzona_compile.replica.twin import as_written, step_plainly

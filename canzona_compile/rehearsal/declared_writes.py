@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.compat.torch_private import FakeTensor, pytree
-from canzona_compile.replica.no_collectives import NoCollectives
+from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.snapshot import bits_of
 
 MOST_ELEMENTS = 2**24  # of all tensors of a call that is made to see what it writes

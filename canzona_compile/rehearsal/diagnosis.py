@@ -16,9 +16,9 @@ from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.rehearsal.stepping import OneByOne, VisibleContext
 from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, take
-from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.homes import copied_attributes
 from canzona_compile.replica.miniature import Miniature, public
+from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
 from canzona_compile.replica.twin import plain_attributes

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from canzona_compile.compat.torch_private import FakeTensor, no_dispatch
 from canzona_compile.rehearsal.declared_writes import DeclaredWrites
-from canzona_compile.replica.no_collectives import NoCollectives
-from canzona_compile.replica.raised import Note, name_of
+from canzona_compile.replica.raised import NoCollectives, Note, name_of
 from canzona_compile.replica.snapshot import bits_of
 
 MOST_CALLS = 10_000  # of one run, with reads on the host; code that waits for numbers to converge might not end

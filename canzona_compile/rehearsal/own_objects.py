@@ -33,7 +33,7 @@ from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import Constructed, OwnObjects
 from canzona_compile.rehearsal.trial import RehearsedSteps, read_later, take
 from canzona_compile.replica.construction import Construction, NotConstructible, ParamGroup, atoms_of
-from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.snapshot import Contents, changed
 
 

@@ -28,8 +28,8 @@ from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.rehearsal.stepping import OneByOne, Plainly
 from canzona_compile.rehearsal.trial import RehearsedSteps
-from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.construction import Construction
+from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import counts_of
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.miniature import Chosen, Miniature

@@ -30,8 +30,8 @@ from canzona_compile.rehearsal.real_sizes import check_real_sizes
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import OneByOne, Plainly
 from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, read_later, take, texts_written
-from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.external_counters import Counter
+from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import step_plainly

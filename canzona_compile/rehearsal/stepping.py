@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from canzona_compile.eager.cell import carried, step_all, step_alone, whole_copy
 from canzona_compile.eager.own_object import OwnObject, Recipe
-from canzona_compile.eager.publish import show
-from canzona_compile.eager.shadow import ObjectShadow, Shadow
+from canzona_compile.eager.publish import ObjectShadow, Shadow, show
 from canzona_compile.errors import some
 from canzona_compile.rehearsal.trial import contents_of
 from canzona_compile.replica.construction import Construction, NotConstructible, reads_values

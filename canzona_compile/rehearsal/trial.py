@@ -18,13 +18,13 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.rehearsal.asked import LayoutQuestions
 from canzona_compile.rehearsal.endless import Endless, Lines, NoCrash, unfinished
 from canzona_compile.rehearsal.scenario import Scenario
-from canzona_compile.replica.cached_calls import CachedCalls
+from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import Counter, counts_of
 from canzona_compile.replica.homes import homes_of, hypers
 from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import Miniature
-from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.outside import Outside
+from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.snapshot import Contents, Snapshot, bits_of, changed
 from canzona_compile.replica.twin import as_written
 

@@ -20,9 +20,9 @@ from canzona_compile.rehearsal.rehearsal import Compared, Rehearsal, default_nam
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import AtOnce
 from canzona_compile.rehearsal.trial import RehearsedSteps, take
-from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.homes import odd_state, own_attributes
 from canzona_compile.replica.object_state import Finder, NoPlace
+from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
 

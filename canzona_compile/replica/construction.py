@@ -22,10 +22,10 @@ from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.errors import some
 from canzona_compile.replica.copies import deep_copy
-from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.homes import HOOKS, hypers, odd_state, own_attributes
 from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import public
+from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
 
 ParamGroup = Mapping[str, Any]

@@ -2,6 +2,10 @@
 
 A list says what is copied: containers, numbers, tensors, plain objects. All else is the same object in the copy. Many
 objects hold a handle that their finalizer frees: a copy would free it once more, and with it memory that is in use.
+
+Functions are shared, with two exceptions. Those that lead to parameters, which they close over or have as default
+arguments, would step the real ones. Those whose results `functools.lru_cache` keeps would fill the caches of the user's
+process.
 """
 
 from __future__ import annotations
@@ -23,15 +27,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.snapshot import (
     ATOMS,
     CACHED,
     COMPILERS,
     SETS,
+    Snapshot,
     attributes_of,
+    cells_of,
     comes_from,
+    defaults_of,
     held_by,
     is_plain_object,
 )
@@ -62,6 +69,7 @@ MACHINERY = (
 )
 # Classes of these kinds are copied although torch has written them, or a base of theirs.
 HOLDERS: tuple[Any, ...] = (Tensor, nn.Module, Optimizer, torch.Generator, torch.UntypedStorage, torch.TypedStorage)
+CONSTANT = (str, bytes, type(None), torch.dtype, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 MOST = 20_000  # objects that are looked at below one that copies itself
 
 Way = Callable[[Any], Any]
@@ -345,3 +353,105 @@ def refused(value: Any) -> Any:
         f"the optimizer holds a generator, {value!r}, which every step of one parameter would advance",
         hint="compute what it yields from a counter in self.state[param] or in the group",
     )
+
+
+# -- functions --------------------------------------------------------------------------------------
+
+
+class CachedCalls:
+    """What is known of calls of cached functions, from a trial in which they have empty caches of their own.
+
+    Attributes:
+        problem: why steps have to use the user's cache itself, with the name of the function; empty if they need not.
+    """
+
+    def __init__(self) -> None:
+        self.problem = ""
+
+    def of_its_own(self, cached: Any) -> Any:
+        """Make a function like a cached one, with an empty cache."""
+        function = cached.__wrapped__
+        reads = [name for name, value in read_by(function) if not isinstance(value, CONSTANT)]
+        changing = f"it reads {reads[0]}, which may change" if reads else ""
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+                self._note(function, "it returns tensors")
+            elif not all(isinstance(leaf, ATOMS) for leaf in pytree.tree_leaves((args, kwargs))):
+                self._note(function, "its arguments may change")
+            elif changing:
+                self._note(function, changing)
+            return result
+
+        return functools.lru_cache(**cached.cache_parameters())(watched)
+
+    def _note(self, function: Callable[..., Any], why: str) -> None:
+        name = getattr(function, "__qualname__", "a function").rpartition("<locals>.")[2]
+        self.problem = self.problem or f"calls {name}, whose results functools.lru_cache keeps: {why}"
+
+
+def read_by(function: Any) -> list[tuple[str, Any]]:
+    """The globals and the variables of enclosing functions that a function reads, by name."""
+    if not isinstance(function, types.FunctionType):
+        return []
+    where = function.__globals__
+    found = [(name, where[name]) for name in function.__code__.co_names if name in where]
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return found + [(name, cell) for name, cell in cells]
+
+
+def copy_closures(value: Any, copies: Copies) -> None:
+    """Copy the functions in some objects, as far as they lead to what is copied already.
+
+    Args:
+        value: the objects.
+        copies: has the copies of parameters and of the optimizer, and gets those of functions.
+    """
+    found: dict[int, types.FunctionType] = {}
+
+    def label(one: Any) -> str | None:
+        if copies.has(one):
+            return "copied"
+        if isinstance(one, Tensor):
+            return "a tensor"
+        if isinstance(one, types.FunctionType) and (one.__closure__ or one.__defaults__ or one.__kwdefaults__):
+            found.setdefault(id(one), one)
+        return None
+
+    Snapshot(label, bits=False).add("", value)
+    leading = [function for function in found.values() if leads(function, copies.has)]
+    cells: dict[int, tuple[types.CellType, types.CellType]] = {}
+    for function in leading:
+        for cell in function.__closure__ or ():
+            cells.setdefault(id(cell), (cell, types.CellType()))
+        closure = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
+        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        vars(made).update(vars(function))
+        copies.put(function, made)
+    for old, new in cells.values():
+        try:
+            new.cell_contents = copies.of(old.cell_contents)
+        except ValueError:  # it has no value yet
+            continue
+    for function in leading:
+        made = copies.of(function)
+        made.__defaults__, made.__kwdefaults__ = copies.of(function.__defaults__), copies.of(function.__kwdefaults__)
+
+
+def leads(function: types.FunctionType, known: Callable[[Any], bool]) -> bool:
+    """Tell whether what a function closes over, or has as a default argument, holds something that is known."""
+    hits: list[Any] = []
+
+    def label(one: Any) -> str | None:
+        if known(one):
+            hits.append(one)
+            return "known"
+        return "a tensor" if isinstance(one, Tensor) else None
+
+    walk = Snapshot(label, bits=False)
+    for name, value in (*cells_of(function), *defaults_of(function)):
+        walk.add(name, value)
+    return bool(hits)

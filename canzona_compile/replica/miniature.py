@@ -22,8 +22,7 @@ from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Shape, local_part
 from canzona_compile.ir.step import Leaf
-from canzona_compile.replica.closures import copy_closures
-from canzona_compile.replica.copies import Copies
+from canzona_compile.replica.copies import Copies, copy_closures
 from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are

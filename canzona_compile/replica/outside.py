@@ -15,7 +15,7 @@ import numpy as np
 from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.replica.cached_calls import CachedCalls
+from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.snapshot import (
     ATOMS,
     CACHED,

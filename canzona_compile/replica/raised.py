@@ -1,4 +1,4 @@
-"""Note what a trial of a step raises, because the step's code may catch it and do something else then.
+"""What an optimizer's step raises: in trials, where the step may catch it, and the line of its code that it comes from.
 
 Fake tensors have no values, and our modes refuse calls. A step that caught an error of theirs took a way that the real
 step does not take, whatever it did afterwards. So errors are noted where they are raised, and whoever ends the trial
@@ -8,18 +8,23 @@ looks at the note. Other errors depend on values, and no trial meets them: these
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from canzona_compile.compat.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode
-from canzona_compile.errors import CanzonaError
-from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 
+# Frames in these folders belong to torch and to this package, and are not the cause of an error.
+MACHINERY = (Path(torch.__file__).parent, Path(__file__).parents[1])
+OPTIMIZERS = MACHINERY[0] / "optim"
 # Operators that fail for some values of their operands.
 FALLIBLE = {
     "_linalg_check_errors",
@@ -164,6 +169,38 @@ class NotingFunctions(TorchFunctionMode):
             raise
 
 
+class NoCollectives(TorchDispatchMode):
+    """Inside this mode no operator communicates. Code may catch the error; then it is raised where the mode ends.
+
+    Raises:
+        UnsupportedOptimizer: an operator does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refused: UnsupportedOptimizer | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.check(func)
+        return func(*args, **(kwargs or {}))
+
+    def check(self, func: Any) -> None:
+        """Raise UnsupportedOptimizer if an operator communicates."""
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            self._refused = UnsupportedOptimizer(
+                f"the optimizer communicates by itself ({func})",
+                hint="wrap the single-device version of the optimizer; canzona_compile adds the communication",
+            )
+            raise self._refused
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self._refused is not None and error is not self._refused:
+            raise self._refused
+
+
 # -- errors that depend on values ----------------------------------------------------------------------
 
 
@@ -205,3 +242,46 @@ class Provoker(TorchDispatchMode):
                 raise Provoked("provoked, to see whether the step catches it")
             self._left -= 1
         return func(*args, **(kwargs or {}))
+
+
+# -- where an error comes from -------------------------------------------------------------------------
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    text = str(error).strip() or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def failed_on(rank: int, error: BaseException) -> CanzonaError:
+    """Make the error that other ranks raise where the step of a rank failed: the first line of its error, and what to
+    do about that if it says so."""
+    return CanzonaError(f"the step failed on rank {rank}: {first_line(error)}", hint=getattr(error, "hint", None))
+
+
+def note_rank(rank: int, error: Exception) -> None:
+    """Say on which rank a step failed, below an error that is the optimizer's or torch's and does not say it."""
+    if not isinstance(error, CanzonaError):
+        error.add_note(f"canzona_compile: this was raised by the step of rank {rank}")
+
+
+def blamed(error: BaseException) -> str:
+    """Return the last line of the optimizer's code that led to `error`, as "; file.py, line 12: code", or ""."""
+    frames = [frame for frame in frames_behind(error) if is_optimizer(Path(frame.filename))]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"; {Path(last.filename).name}, line {last.lineno}: {(last.line or '').strip()}"
+
+
+def frames_behind(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    """Yield the frames of an exception, then the frames of traced code if Dynamo raised it in a trace."""
+    yield from traceback.extract_tb(error.__traceback__)
+    yield from getattr(error, "real_stack", None) or ()
+
+
+def is_optimizer(path: Path) -> bool:
+    """Tell whether a source file may hold the code of an optimizer."""
+    if path.name.startswith("<"):
+        return False
+    return OPTIMIZERS in path.parents or not any(folder in path.parents for folder in MACHINERY)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.ir.compiled_call import opened
-from canzona_compile.replica.no_collectives import NoCollectives
+from canzona_compile.replica.raised import NoCollectives
 
 
 def draws(graph: fx.Graph) -> bool:

@@ -23,8 +23,7 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import carried, check_no_fragments, step_all, step_alone, whole_copy
 from canzona_compile.eager.nodes import Part
 from canzona_compile.eager.own_object import OWN_OBJECT, OwnObject, Recipe, is_portable
-from canzona_compile.eager.publish import show
-from canzona_compile.eager.shadow import ObjectShadow
+from canzona_compile.eager.publish import ObjectShadow, show
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, OneRankSteps, UnsupportedOptimizer
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Task

@@ -19,7 +19,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
-from canzona_compile.replica.error_origin import failed_on, first_line, note_rank
+from canzona_compile.replica.raised import failed_on, first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
-from canzona_compile.eager.shadow import Shadow
+from canzona_compile.eager.publish import Shadow
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer

@@ -14,7 +14,7 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Task
-from canzona_compile.replica.error_origin import first_line
+from canzona_compile.replica.raised import first_line
 from canzona_compile.replica.snapshot import inner_tensors
 from canzona_compile.runtime.process_groups import Groups
 

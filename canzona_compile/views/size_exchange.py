@@ -17,7 +17,7 @@ from canzona_compile.errors import CanzonaError, RankMismatch, UnsupportedLayout
 from canzona_compile.ir.given_layout import GivenLayout
 from canzona_compile.ir.layout import MeshCoordinate, Shape
 from canzona_compile.ir.sharding import Sharding, Tiling
-from canzona_compile.replica.error_origin import first_line
+from canzona_compile.replica.raised import first_line
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.given_layout import Named, Shardings, mesh_key, shardings_of
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.replica.no_collectives import NoCollectives
-from canzona_compile.replica.raised import Note, NotingFakeMode, NotingFunctions, Swallowed
+from canzona_compile.replica.raised import NoCollectives, Note, NotingFakeMode, NotingFunctions, Swallowed
 from tests.harness.pairs import Pair
 from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps import NAMED

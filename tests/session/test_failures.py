@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.pipeline import PassRecord
-from canzona_compile.replica.error_origin import failed_on
+from canzona_compile.replica.raised import failed_on
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed, full, only
 from tests.harness.ranks import PATIENCE, Died, run
