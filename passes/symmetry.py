@@ -69,23 +69,18 @@ class Symmetry:
             return step
         families: dict[tuple[str, LayoutKind], list[Placed]] = defaultdict(list)
         for cut in step.placed:
-            families[family_of(cut), cut.kind].append(cut)
+            families[cut.template.kin, cut.kind].append(cut)
         leaves = {}
         for (family, kind), variants in families.items():
             candidates = {leaf for name, leaf in self.checked if name == family}
             leaves[family, kind] = symmetric_leaves(variants, candidates)
         placed = tuple(
-            replace(cut, compute=rewritten(cut.compute, leaves[family_of(cut), cut.kind]))
+            replace(cut, compute=rewritten(cut.compute, leaves[cut.template.kin, cut.kind]))
             if not cut.template.interpreted
             else cut
             for cut in step.placed
         )
         return replace(step, placed=placed)
-
-
-def family_of(cut: Placed) -> str:
-    """The name of the family that a cut's template belongs to."""
-    return cut.template.family or cut.template.name
 
 
 def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:

@@ -35,7 +35,7 @@ from canzona_compile.analysis.flops import (
     turned,
 )
 from canzona_compile.ir.compiled_call import opened
-from canzona_compile.ir.fx_utils import is_operator, outputs, tensor_value
+from canzona_compile.ir.fx_utils import casts, is_operator, outputs, tensor_value
 from canzona_compile.ir.step import Placed, Template
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.machine.hardware import Hardware, Link
@@ -250,9 +250,3 @@ def placed_time(placed: Placed, hardware: Hardware) -> PlacedTime:
             assert value is not None
             turned += 2 * size_of(value) * max(0.0, 1 / turning(value, hardware) - 1 / hardware.bandwidth)
     return PlacedTime(prepare, compute, apply, sum(sizes), bytes_of_wires(placed.scatter), packed, kept, turned)
-
-
-def casts(node: object) -> bool:
-    """Whether a node is a cast to another dtype and nothing else."""
-    cast = torch.ops.aten._to_copy.default
-    return isinstance(node, fx.Node) and node.target is cast and set(node.kwargs) == {"dtype"}

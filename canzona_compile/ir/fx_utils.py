@@ -74,6 +74,11 @@ def pointwise(node: fx.Node) -> bool:
     return target in POINTWISE_COPIES or torch.Tag.pointwise in target.tags or target.name() == "prims::fma"
 
 
+def casts(node: Any) -> bool:
+    """Whether an operand is a cast to another dtype and nothing else."""
+    return isinstance(node, fx.Node) and node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
+
+
 # -- which nodes depend on which ---------------------------------------------------------------
 
 

@@ -121,7 +121,7 @@ def transfers(step: Step, rank: int) -> dict[tuple[int, str], RankTransfer]:
     """Find the exchanges of a step that a rank takes part in, by micro-group and phase."""
     found = {}
     for group in step.micro_groups:
-        grid = step.task(group.tasks[0]).layout.grid
+        grid = step.grid_of(group)
         if rank not in grid.members():
             continue
         at = grid.find(rank)
