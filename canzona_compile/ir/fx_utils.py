@@ -49,6 +49,11 @@ def tensor_value(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_number(value: Any) -> bool:
+    """Whether an operand is a number: anything but a node that stands for a tensor."""
+    return not (isinstance(value, fx.Node) and tensor_value(value) is not None)
+
+
 def placeholders(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The inputs of a graph, in order."""
     return tuple(n for n in graph.nodes if n.op == "placeholder")

@@ -99,6 +99,11 @@ class Template:
         """A name that all variants of one step share, and no other template has."""
         return self.family or self.name
 
+    @property
+    def numbers(self) -> list[str]:
+        """The names of its hyperparameters, which all tasks of one parameter group share."""
+        return [leaf.name for leaf in self.inputs if leaf.role is Role.SCALAR]
+
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)
 
