@@ -21,7 +21,7 @@ from rich.table import Table
 
 import canzona_compile
 from canzona_compile.ownership.alpha import AlphaBalanced
-from canzona_compile.ownership.buffer import rows_of, worst_shard
+from canzona_compile.ownership.buffer import Shards, length, rows_of
 from canzona_compile.ownership.greedy import Rows
 from canzona_compile.ownership.jobs import NOTHING, Job, imbalance, loads
 from canzona_compile.ownership.lpt import TwoStageLpt
@@ -83,6 +83,12 @@ def figures_of(setting: Setting) -> tuple[float, ...]:
     free = {job.index: r for job, (r, _) in zip(jobs, TwoStageLpt()(jobs, rows, 1, NOTHING), strict=True)}
     plans = (rows_of(static), rows_of(even), rows_of(balanced), contiguous(jobs, rows), free)
     return (*(imbalance_of(jobs, plan, rows) for plan in plans), worst_shard(balanced))
+
+
+def worst_shard(shards: Shards) -> float:
+    """The length of the longest shard divided by the mean of its bucket, in the worst bucket; at least 1."""
+    lengths = [[length(shard) for shard in bucket] for bucket in shards]
+    return max((max(own) * len(own) / sum(own) for own in lengths if sum(own)), default=1.0)
 
 
 def imbalance_of(jobs: Sequence[Job], plan: Rows, rows: int) -> float:

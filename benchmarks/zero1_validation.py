@@ -19,10 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.analysis.roofline import Transfer, graph_time
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.machine.hardware import Hardware
-from canzona_compile.simulation.bucket_traffic import Transfer
 from canzona_compile.simulation.model_passes import (
     BucketLoad,
     backward_pass,

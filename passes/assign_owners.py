@@ -67,8 +67,7 @@ class AssignOwners:
                 chosen += self._own([t for t in share if t.name not in reasons], grid, placed, load)
                 count(load, [t for t in chosen if t.owner is not None], grid, placed)
             owned.update((t.name, t) for t in chosen)
-        rest = tuple(t for t in step.tasks if t.name not in owned)
-        return replace(step, form=Form.OWNED, tasks=tuple(owned[t.name] for t in tasks), elementwise=rest)
+        return step.owned(owned[t.name] for t in tasks)
 
     def _own(
         self, tasks: list[Task], grid: Grid, placed: dict[str, Placed], load: dict[Ranks, dict[int, float]]
@@ -145,5 +144,5 @@ def count(load: dict[Ranks, dict[int, float]], tasks: Sequence[Task], grid: Grid
     own = load.setdefault(grid.members(), defaultdict(float))
     for task in tasks:
         flops = placed[task.placed].flops
-        for rank in grid.members() if task.owner is None else (grid.ranks[task.owner[0]][task.owner[1]],):
+        for rank in task.ranks:
             own[rank] += flops

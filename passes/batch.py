@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from canzona_compile.ir.step import Batch, Form, MicroGroup, Placed, Role, Step
+from canzona_compile.ir.step import Batch, Form, MicroGroup, Placed, Step
 from canzona_compile.lowering.batch_graph import lift_stacked
 from canzona_compile.lowering.stacking import stackable, stacks
 from canzona_compile.machine.hardware import Machine
@@ -52,13 +52,8 @@ class Batching:
         if not stacks(placed, machine, self.exact):
             return placed
         wires = [w.name for w in placed.gather] if placed.kind.sharded else []
-        lifted = lift_stacked(placed.compute, wires, numbers(placed), own, foreach=machine.device == "cpu")
+        lifted = lift_stacked(placed.compute, wires, placed.template.numbers, own, foreach=machine.device == "cpu")
         return replace(placed, stacked=lifted)
-
-
-def numbers(placed: Placed) -> list[str]:
-    """The names of the hyperparameters, which are the same for all tasks of a batch."""
-    return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
 
 
 def batches(step: Step, micro_group: MicroGroup, placed: dict[str, Placed]) -> tuple[Batch, ...]:

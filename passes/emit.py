@@ -13,12 +13,8 @@ from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.program import (
     Bytes,
-    EagerTasks,
-    Fragments,
     Group,
     Indices,
-    Residents,
-    ScalarInput,
     View,
     Views,
     Watcher,
@@ -32,7 +28,6 @@ from canzona_compile.ir.step import (
     Form,
     Phase,
     Placed,
-    Role,
     Step,
     Wire,
 )
@@ -92,8 +87,7 @@ class ProgramWriter(ProgramBuilder):
     """Writes the rank program event by event."""
 
     def __init__(self, step: Step, rank: int, generate: bool = False) -> None:
-        super().__init__()
-        self.step = step
+        super().__init__(step)
         self.memory = RankMemory(step)
         self.views = {g.index: GroupView(step, g, rank, self.memory) for g in step.micro_groups}
         self.foreach = step.machine.device == "cpu"
@@ -125,24 +119,6 @@ class ProgramWriter(ProgramBuilder):
         if not g.exchanges or act in (Act.COMPUTE, Act.START_SCATTER) or (act is Act.PREPARE and not received):
             return COMPUTE
         return COMPUTE if act is Act.START_EXCHANGE and Phase.SCATTER not in g.exchanges else PACK
-
-    # -- leaves --------------------------------------------------------------------------------------
-
-    def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node:
-        """The placeholder of leaf `name` of a template for the tasks `names`. `where` begins its label."""
-        known = {leaf.name: leaf for leaf in placed.template.inputs}
-        role = known[name].role if name in known else Role.STATE
-        match role:
-            case Role.SCALAR:
-                return self.bind(f"{name}_{group}", ScalarInput(placed.template.name, group, name))
-            case Role.TASK:
-                return self.bind(f"{where}_tasks", EagerTasks(names))
-            case Role.STATE if name in placed.resident:
-                return self.bind(f"{where}_{name}_resident", Residents(name, names))
-        return self.bind(f"{where}_{name}", Fragments(role, name, names))
-
-    def scalars(self, placed: Placed) -> list[str]:
-        return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
 
     def copy(self, targets: fx.Node, sources: fx.Node, to: torch.dtype, given: torch.dtype | None = None) -> None:
         """Copy lists of tensors from dtype `given` (by default `to`) to dtype `to`, now or in the next `launch`."""
@@ -176,7 +152,7 @@ class ProgramWriter(ProgramBuilder):
 
             def build(placed: Placed = placed, sharded: bool = sharded) -> fx.Graph:
                 casting = len(placed.gather) if sharded else 0
-                return lift_prepare(placed.prepare, self.scalars(placed), foreach=self.foreach, casting=casting)
+                return lift_prepare(placed.prepare, placed.template.numbers, foreach=self.foreach, casting=casting)
 
             def lookup(name: str, segment: TaskSegment = segment, where: str = where) -> fx.Node:
                 return self.leaf(segment.placed, segment.group, segment.names, name, where)
@@ -192,14 +168,9 @@ class ProgramWriter(ProgramBuilder):
 
     def pack_prepared(self, g: GroupView, i: int, segment: TaskSegment, wire: Wire) -> None:
         """Copy a wire of all tasks of a segment to all of its places in the send buffer."""
-        places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
-        for c in range(len(places[0])):
-            views = tuple(g.view(Phase.GATHER, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
-            self.call(
-                program_ops.copy,
-                self.bind(f"g{g.group.index}_s{i}_{wire.name}_send{c}", Views(views)),
-                g.wires[i, wire.name],
-            )
+        for c, views in enumerate(g.sends(Phase.GATHER, segment, wire)):
+            sent = self.bind(f"g{g.group.index}_s{i}_{wire.name}_send{c}", views)
+            self.call(program_ops.copy, sent, g.wires[i, wire.name])
 
     def start(self, g: GroupView, phase: Phase) -> None:
         if phase is Phase.EXCHANGE and Phase.SCATTER in g.exchanges:
@@ -331,13 +302,9 @@ class ProgramWriter(ProgramBuilder):
             for wire in segment.placed.scatter if sends else ():
                 here = [g.places(Phase.SCATTER, BufferUse.RECEIVE, t.name, wire)[0] for t in segment.tasks]
                 sources = tuple(g.view(Phase.SCATTER, BufferUse.RECEIVE, o, wire.dtype, b.size) for o, b in here)
-                places = [g.places(Phase.EXCHANGE, BufferUse.SEND, t.name, wire) for t in segment.tasks]
                 label = f"g{g.group.index}_s{i}_{wire.name}"
-                for c in range(len(places[0])):
-                    targets = tuple(
-                        g.view(Phase.EXCHANGE, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places
-                    )
-                    sent = self.bind(f"{label}_forward{c}", Views(targets))
+                for c, targets in enumerate(g.sends(Phase.EXCHANGE, segment, wire)):
+                    sent = self.bind(f"{label}_forward{c}", targets)
                     self.copy(sent, self.bind(f"{label}_scattered", Views(sources)), wire.dtype)
 
     def commit_later(self, g: GroupView, placed: Placed, batch: Batch, values: Sequence[fx.Node], where: str) -> None:
@@ -366,7 +333,7 @@ class ProgramWriter(ProgramBuilder):
                     wires[wire.name] = self.own_part(g, segment, wire, j, where)
 
             def build(placed: Placed = placed) -> fx.Graph:
-                return lift_apply(placed.apply, placed.fragment_writes, self.scalars(placed), foreach=self.foreach)
+                return lift_apply(placed.apply, placed.fragment_writes, placed.template.numbers, foreach=self.foreach)
 
             def lookup(
                 name: str,

@@ -32,10 +32,8 @@ class FollowOwners:
         for task in step.holistic_tasks():
             planned = self.plan.task(task)
             tasks.append(replace(task, owner=planned.owner, strategy=Strategy(planned.strategy), reason=planned.reason))
-        names = {task.name for task in tasks}
-        self.plan.check_complete(names)
-        rest = tuple(task for task in step.tasks if task.name not in names)
-        return replace(step, form=Form.OWNED, tasks=tuple(tasks), elementwise=rest)
+        self.plan.check_complete(task.name for task in tasks)
+        return step.owned(tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +67,7 @@ class InheritOwners:
                     hint="this optimizer changes what it does in mid-run in a way that its sharding does not allow",
                 )
             tasks.append(replace(task, owner=known.owner, strategy=known.strategy, reason=known.reason))
-        names = {task.name for task in tasks}
-        rest = tuple(task for task in step.tasks if task.name not in names)
-        return replace(step, form=Form.OWNED, tasks=tuple(tasks), elementwise=rest)
+        return step.owned(tasks)
 
 
 @dataclass(frozen=True, slots=True)

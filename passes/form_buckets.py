@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from canzona_compile.analysis.step_time import rates_of
+from canzona_compile.analysis.roofline import once_around
 from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
 from canzona_compile.ir.step import Form, Step, Task
-from canzona_compile.machine.hardware import Machine
+from canzona_compile.machine.hardware import Machine, hardware_of
 
 SMALLEST_CUT = 16384  # elements: a cut makes one more tensor to update on every step, more than it evens out
 MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
@@ -167,14 +167,6 @@ def aligned(elements: int) -> int:
 
 
 def seconds(bucket: Bucket, machine: Machine) -> float:
-    """Predict the seconds of reducing a bucket over its ranks; to gather it takes as long.
-
-    A rank sends every shard but its own once: along a ring for all owners, or along one ring per owner. So the rank
-    with the shortest shard sends most, and a uniform collective moves the padding too. An uneven one is made of one
-    reduction per shard, each of which costs the latency of a collective. This is cautious: they are started together.
-    """
-    if len(bucket.ranks) < 2:
-        return 0.0
-    rates = rates_of(machine, bucket.ranks)
-    moved = (bucket.starts[-1] - min(bucket.shard_lengths)) * bucket.dtype.itemsize
-    return moved / rates.wire + bucket.collectives * rates.latency
+    """Predict the seconds of reducing a bucket over its ranks; to gather it takes as long."""
+    found = once_around(bucket, hardware_of(machine))
+    return found.moved + found.latency

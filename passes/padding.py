@@ -12,7 +12,7 @@ from torch import fx
 
 from canzona_compile.analysis.flops import addend, factors
 from canzona_compile.analysis.linear_algebra import flipped, shifted, source, swaps, terms
-from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
+from canzona_compile.ir.fx_utils import casts, drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.step import Form, Placed, Step
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.kernels.padding import padded_size
@@ -208,8 +208,7 @@ class Padder:
         inside = source(node)
         if swaps(node) and inside is not None:
             return flipped(self.graph, self.operand(inside))
-        only = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
-        cast = only and all(user in self.inside for user in node.users)
+        cast = casts(node) and all(user in self.inside for user in node.users)
         args, kwargs = (node.args[0] if cast else node,), {"dtype": node.meta["val"].dtype}
         self.made[node] = insert_call(self.graph, PAD_CAST, args, kwargs, name="pad_cast_default")
         return self.made[node]

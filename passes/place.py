@@ -68,7 +68,7 @@ class Place:
     def __call__(self, step: Step) -> Step:
         families: dict[str, list[Template]] = defaultdict(list)
         for template in step.templates:
-            families[template.family or template.name].append(template)
+            families[template.kin].append(template)
         placed: dict[tuple[str, LayoutKind], Placed] = {}
         layouts = {id(task.layout): task.layout for task in step.tasks}  # most tasks share one
         kind_of = {key: LayoutKind.of(layout) for key, layout in layouts.items()}
@@ -76,7 +76,7 @@ class Place:
             kind = kind_of[id(task.layout)]
             if (task.template, kind) not in placed:
                 own = step.template_of(task)
-                family = families[own.family or own.name]
+                family = families[own.kin]
                 cut = Cutter(family, kind, step.machine, self.exact).cut()
                 for template in family:
                     name = unique_name(template, kind, placed)

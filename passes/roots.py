@@ -50,7 +50,7 @@ class Roots:
         if step.machine.device == "cpu":
             return step
         hardware = hardware_of(step.machine)
-        family = {t.name: t.family or t.name for t in step.templates}  # a task names one variant and may take any
+        family = {t.name: t.kin for t in step.templates}  # a task names one variant and may take any
         templates = []
         for template in step.templates:
             layouts = [task.layout for task in step.tasks if family[task.template] == family[template.name]]

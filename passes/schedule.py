@@ -41,7 +41,7 @@ class Schedule:
 
 def silent(step: Step) -> Iterator[MicroGroup]:
     """One micro-group for each set of ranks that share tasks and that no exchanges connect."""
-    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.micro_groups}
+    grids = {group.index: step.grid_of(group) for group in step.micro_groups}
     met = {grids[group.index].members() for group in step.micro_groups if group.joins(grids[group.index])}
     for group in step.micro_groups:
         members = grids[group.index].members()

@@ -88,10 +88,10 @@ def offsets(tasks: Sequence[Task], cost: Mapping[str, Tensor], periods: Mapping[
     for task in sorted(moving, key=lambda t: (float(cost[t.name].min() - cost[t.name].max()), t.index)):
         period, own = periods[task.name], cost[task.name]
         shifts = sorted({i * period // min(period, MOST_PHASES) for i in range(period)})
-        sums = busiest(load, ranks_of(task)) + torch.stack([own.roll(-shift) for shift in shifts])
+        sums = busiest(load, task.ranks) + torch.stack([own.roll(-shift) for shift in shifts])
         worst, squares = sums.amax(1).tolist(), sums.square().sum(1).tolist()
         ahead[task.name] = shifts[min(range(len(shifts)), key=lambda i: (worst[i], squares[i], i))]
-        for rank in ranks_of(task):
+        for rank in task.ranks:
             load[rank] = load[rank] + own.roll(-ahead[task.name])
     return ahead
 
@@ -107,7 +107,7 @@ def loads_of(tasks: Iterable[Task], cost: Mapping[str, Tensor], ahead: Mapping[s
     load: dict[int, Tensor] = {}
     for task in tasks:
         own = cost[task.name].roll(-ahead.get(task.name, 0))
-        for rank in ranks_of(task):
+        for rank in task.ranks:
             load[rank] = load[rank] + own if rank in load else own
     return load
 
@@ -135,9 +135,3 @@ def cost_by_step(owned: Step, task: Task, variant_period: VariantPeriod | None, 
 def busiest(load: Mapping[int, Tensor], ranks: Iterable[int]) -> Tensor:
     """Return the load of the busiest of some ranks on each step, of shape [steps], in FLOPs."""
     return torch.stack([load[rank] for rank in ranks]).amax(0)
-
-
-def ranks_of(task: Task) -> tuple[int, ...]:
-    """Return the global ranks that compute a task."""
-    grid = task.layout.grid
-    return grid.members() if task.owner is None else (grid.ranks[task.owner[0]][task.owner[1]],)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -33,8 +32,7 @@ from canzona_compile.analysis.linear_algebra import (
 )
 from canzona_compile.analysis.symmetry_proof import SymmetricValues, symmetric_leaves, symmetric_values
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
-from canzona_compile.ir.layout import LayoutKind
-from canzona_compile.ir.step import Form, Placed, Step
+from canzona_compile.ir.step import Form, Step
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
@@ -67,25 +65,16 @@ class Symmetry:
     def __call__(self, step: Step) -> Step:
         if step.machine.device != "cuda":
             return step
-        families: dict[tuple[str, LayoutKind], list[Placed]] = defaultdict(list)
-        for cut in step.placed:
-            families[family_of(cut), cut.kind].append(cut)
-        leaves = {}
-        for (family, kind), variants in families.items():
-            candidates = {leaf for name, leaf in self.checked if name == family}
-            leaves[family, kind] = symmetric_leaves(variants, candidates)
+        variants = step.variants()
+        leaves = {
+            cuts: symmetric_leaves(cuts, {leaf for name, leaf in self.checked if name == cuts[0].template.kin})
+            for cuts in set(variants.values())
+        }
         placed = tuple(
-            replace(cut, compute=rewritten(cut.compute, leaves[family_of(cut), cut.kind]))
-            if not cut.template.interpreted
-            else cut
+            cut if cut.template.interpreted else replace(cut, compute=rewritten(cut.compute, leaves[variants[cut]]))
             for cut in step.placed
         )
         return replace(step, placed=placed)
-
-
-def family_of(cut: Placed) -> str:
-    """The name of the family that a cut's template belongs to."""
-    return cut.template.family or cut.template.name
 
 
 def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.linear_algebra import copies, for_any_strides, number, root, shape_of, source, swaps
-from canzona_compile.ir.fx_utils import insert_call, tensor_value
+from canzona_compile.ir.fx_utils import casts, insert_call, tensor_value
 
 aten = torch.ops.aten
 
@@ -177,7 +177,7 @@ class Wide:
     def _made(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
         """Compute a node in float32 from its operands if all of `OPERATORS` allow that, else cast it."""
         inside = source(node)
-        if node.target is aten._to_copy.default and inside is not None and set(node.kwargs) == {"dtype"}:
+        if casts(node) and inside is not None:
             before = tensor_value(inside)
             assert before is not None
             if before.dtype.itemsize <= 4 and before.dtype.is_floating_point:

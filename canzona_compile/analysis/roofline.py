@@ -34,8 +34,9 @@ from canzona_compile.analysis.flops import (
     symbolic_dims,
     turned,
 )
+from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.compiled_call import opened
-from canzona_compile.ir.fx_utils import is_operator, outputs, tensor_value
+from canzona_compile.ir.fx_utils import casts, is_operator, outputs, tensor_value
 from canzona_compile.ir.step import Placed, Template
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.machine.hardware import Hardware, Link
@@ -52,6 +53,34 @@ def exchange_seconds(link: Link, busiest: float, members: int) -> float:
         members: how many ranks take part.
     """
     return busiest / link.bandwidth + link.latency + link.per_peer * (members - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of a bucket on the busiest rank.
+
+    Attributes:
+        moved: seconds for which it keeps the links busy; the processor where that moves the bytes.
+        latency: seconds until the first data arrives.
+        sent: bytes.
+    """
+
+    moved: float
+    latency: float
+    sent: int
+
+
+def once_around(bucket: Bucket, hardware: Hardware) -> Transfer:
+    """A collective that sends each shard once to, or from, every other rank: along a ring, or one ring per shard.
+
+    So the rank with the shortest shard sends most, and a uniform collective moves the padding too. An uneven one is
+    made of one collective per shard, each of which costs the latency. This is cautious: they are started together.
+    """
+    if len(bucket.ranks) < 2:
+        return Transfer(0.0, 0.0, 0)
+    link = hardware.link(bucket.ranks)
+    sent = (bucket.starts[-1] - min(bucket.shard_lengths)) * bucket.dtype.itemsize
+    return Transfer(sent / link.bandwidth, link.latency * bucket.collectives, sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +279,3 @@ def placed_time(placed: Placed, hardware: Hardware) -> PlacedTime:
             assert value is not None
             turned += 2 * size_of(value) * max(0.0, 1 / turning(value, hardware) - 1 / hardware.bandwidth)
     return PlacedTime(prepare, compute, apply, sum(sizes), bytes_of_wires(placed.scatter), packed, kept, turned)
-
-
-def casts(node: object) -> bool:
-    """Whether a node is a cast to another dtype and nothing else."""
-    cast = torch.ops.aten._to_copy.default
-    return isinstance(node, fx.Node) and node.target is cast and set(node.kwargs) == {"dtype"}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.analysis.linear_algebra import shape_of, swaps
 from canzona_compile.ir.fx_utils import tensor_value
 
 aten = torch.ops.aten
@@ -255,23 +256,13 @@ def together(left: Meaning, right: Meaning, node: fx.Node, sign: float) -> Meani
 
 def turned(node: fx.Node, known: Meanings) -> Meaning | None:
     """The rule for permutations of dims: they change nothing, or they transpose a word, a row or a column."""
-    own, value = known[node.all_input_nodes[0]], tensor_value(node)
-    assert value is not None
-    ndim = value.ndim
-    order = list(range(ndim))
-    if node.target is aten.permute.default:
-        given: Any = node.args[1]
-        order = [d % ndim for d in given]
-    elif node.target is aten.transpose.int:
-        a, b = (int(d) % ndim for d in node.args[1:])  # type: ignore[arg-type]
-        order[a], order[b] = order[b], order[a]
-    else:
-        order.reverse()
-    if order == list(range(ndim)):
-        return own
-    flat = isinstance(own, Vector) and own.lies == "flat"
-    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
-    return transposed(own) if ndim >= 2 and order == swapped and not flat else None
+    own, ndim = known[node.all_input_nodes[0]], len(shape_of(node))
+    if swaps(node):
+        return None if isinstance(own, Vector) and own.lies == "flat" else transposed(own)
+    args: Any = node.args
+    moved = node.target is aten.permute.default and [d % ndim for d in args[1]] != list(range(ndim))
+    moved = moved or (node.target is aten.transpose.int and (args[1] - args[2]) % ndim)
+    return None if moved else own
 
 
 def reshaped(node: fx.Node, known: Meanings) -> Meaning | None:

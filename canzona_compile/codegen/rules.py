@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.codegen.values import Builder, Unsupported, dtype_of, is_number
+from canzona_compile.codegen.values import Builder, Unsupported, dtype_of
+from canzona_compile.ir.fx_utils import is_number
 
 aten = torch.ops.aten
 
@@ -198,7 +199,7 @@ RULES: dict[Any, TritonRule] = {
     aten.clamp: clamp,
     aten.clamp_min: same("ops.maximum({0}, {1})"),
     aten.clamp_max: same("ops.minimum({0}, {1})"),
-    aten.relu: same("ops.maximum({0}, 0.0)", integers=False),
+    aten.relu: floats("ops.maximum({0}, 0.0)"),
     aten.lerp: floats("ops.lerp({0}, {1}, {2})"),
     aten.addcmul: fused("addcmul"),
     aten.addcdiv: fused("addcdiv"),

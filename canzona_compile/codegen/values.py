@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir.fx_utils import tensor_value
+from canzona_compile.ir.fx_utils import is_number, recorded, tensor_value
 from canzona_compile.ir.layout import Shape
 
 # `STORED` is the type of a dtype in memory, and `HELD` its type in arithmetic. `ROUNDED` rounds held 16-bit floats.
@@ -132,8 +132,8 @@ class Builder:
         if made is not torch.bool:
             return made
         found = [a for a in node.args if not isinstance(a, list | tuple)]
-        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in found]
-        tensors = [torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else plain(v) for v in values]
+        values = [recorded(a) if isinstance(a, fx.Node) else a for a in found]
+        tensors: list[Any] = [torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v for v in values]
         result = tensors[0].dtype if len(tensors) == 1 else torch.result_type(*tensors[:2])
         check(result)
         return result
@@ -149,7 +149,7 @@ class Builder:
         Raises:
             Unsupported: the value is neither a tensor nor a number.
         """
-        if isinstance(value, fx.Node) and tensor_value(value) is not None:
+        if not is_number(value):
             return converted(f"{{{value.name}}}", dtype_of(value), dtype)
         held = HELD[dtype]
         if isinstance(value, fx.Node):
@@ -175,18 +175,6 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return value.dtype
 
 
-def plain(value: Any) -> Any:
-    """A Python number of the same type as `value`, which may be symbolic. Type promotion needs the type only."""
-    if isinstance(value, bool | torch.SymBool):
-        return True
-    return 1.0 if isinstance(value, float | torch.SymFloat) else 1
-
-
 def literal(value: float) -> str:
     """A number as source code."""
     return repr(value) if math.isfinite(value) else f'float("{value}")'
-
-
-def is_number(value: Any) -> bool:
-    """Whether an argument is a number: anything but a node that stands for a tensor."""
-    return not (isinstance(value, fx.Node) and tensor_value(value) is not None)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.ir.fx_utils import tensor_value
+from canzona_compile.ir.fx_utils import is_number, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.machine.hardware import Machine
 
@@ -94,8 +94,7 @@ def foreach_equal(node: fx.Node, in_place: bool) -> bool:
         in_place: whether the foreach function writes to its operands.
     """
     value = tensor_value(node)
-    by_number = not isinstance(node.args[1], fx.Node) if len(node.args) > 1 else False
-    by_number = by_number or (len(node.args) > 1 and tensor_value(node.args[1]) is None)  # type: ignore[arg-type]
+    by_number = len(node.args) > 1 and is_number(node.args[1])
     narrow = value is None or value.dtype.itemsize <= 2
     return not (in_place and narrow and by_number and node.target is aten.mul.Tensor)
 

@@ -49,6 +49,11 @@ def tensor_value(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_number(value: Any) -> bool:
+    """Whether an operand is a number: anything but a node that stands for a tensor."""
+    return not (isinstance(value, fx.Node) and tensor_value(value) is not None)
+
+
 def placeholders(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The inputs of a graph, in order."""
     return tuple(n for n in graph.nodes if n.op == "placeholder")
@@ -72,6 +77,11 @@ def pointwise(node: fx.Node) -> bool:
         return False
     # prims.fma is pointwise but untagged; torch registers it only once a compiler has been imported.
     return target in POINTWISE_COPIES or torch.Tag.pointwise in target.tags or target.name() == "prims::fma"
+
+
+def casts(node: Any) -> bool:
+    """Whether an operand is a cast to another dtype and nothing else."""
+    return isinstance(node, fx.Node) and node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
 
 
 # -- which nodes depend on which ---------------------------------------------------------------

@@ -73,18 +73,12 @@ class PassHistory:
             CanzonaError: there is no such step.
         """
         steps = {record.name: record.after for record in self.records}
-        steps |= {step.form.name.lower(): step for step in self._steps()}
+        for record in self.records:
+            steps |= {step.form.name.lower(): step for step in (record.before, record.after)}
         name = where.name.lower() if isinstance(where, Form) else where
         if name not in steps:
             raise CanzonaError(f"no step {name!r} was kept", hint=f"there are {', '.join(steps) or 'none'}")
         return steps[name]
-
-    def _steps(self) -> Iterator[Step]:
-        """The step before the first pass, and the step after each pass."""
-        for i, record in enumerate(self.records):
-            if i == 0:
-                yield record.before
-            yield record.after
 
 
 def check_order(passes: Sequence[Pass], start: Form) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.printer import parts, text_of
 from canzona_compile.ir.step import Step, Strategy, Task
-from canzona_compile.machine.json_text import parsed
+from canzona_compile.machine.json_text import read_json
 
 SCHEMA = 1
 KIND = "canzona plan"
@@ -195,18 +195,8 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
     """
     if isinstance(given, PlanFile):
         return given
-    at = "plan"
-    if not isinstance(given, Mapping):
-        at = str(given)
-        try:
-            found = parsed(Path(given).read_text(encoding="utf-8"))
-        except OSError as error:
-            hint = "name a file that exists and may be read"
-            raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=at, hint=hint) from error
-        except ValueError as error:
-            raise CanzonaError(f"it is no JSON: {error}", at=at, hint=MAKE_ANEW) from error
-    else:
-        found = dict(given)
+    at = "plan" if isinstance(given, Mapping) else str(given)
+    found = dict(given) if isinstance(given, Mapping) else read_json(Path(given), MAKE_ANEW)
     if not isinstance(found, Mapping) or found.get("kind") != KIND:
         raise CanzonaError("it is no plan", at=at, hint="canzona-compile plan --format json writes one")
     if found.get("schema") != SCHEMA:

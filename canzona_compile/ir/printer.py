@@ -8,6 +8,7 @@ each task takes a line. A step of hundreds of tasks takes milliseconds.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.ir.bucket_text import show_buckets
+from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.layout import Grid, Layout, Shape
 from canzona_compile.ir.step import (
@@ -72,7 +73,7 @@ def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
     blocks.append(("tasks" if layouts.lines else "graphs", layouts.lines))  # without layouts this is an empty line
     blocks.append(("tasks", ["tasks {", *indented(tasks), "}"]))
     if step.buckets:
-        blocks.append(("buckets", show_buckets(step.buckets, [dtype_name(b.dtype) for b in step.buckets])))
+        blocks.append(("buckets", show_buckets(step.buckets)))
     blocks += [("groups", show_group(step, micro_group)) for micro_group in step.micro_groups]
     if step.form >= Form.SCHEDULED:
         blocks += [("schedule", show_schedule(step)), ("schedule", show_buffers(step))]
@@ -297,6 +298,41 @@ def show_task(form: Form, task: Task, layout: str, reasons: bool = True) -> str:
 
 def show_place(owner: tuple[int, int] | None) -> str:
     return "all" if owner is None else f"({owner[0]}, {owner[1]})"
+
+
+def show_buckets(buckets: Sequence[Bucket]) -> Iterator[str]:
+    """Print a line per bucket, short enough to read for hundreds of owners.
+
+    The digest at the end of a line stands for all slices: names, elements, owners and positions.
+    """
+    yield "buckets {"
+    for bucket in buckets:
+        kind = "uniform" if bucket.uniform else "uneven"
+        yield (
+            f"  {bucket.index} {dtype_name(bucket.dtype)} elements={bucket.elements} padding={bucket.padding} {kind} "
+            f"shards {show_shards(bucket.lengths)} slices={digest_of(bucket)}"
+        )
+    yield "}"
+
+
+def show_shards(lengths: Sequence[int]) -> str:
+    """The shards that hold something, as owner:length. Consecutive owners with equal shards share an entry."""
+    entries: list[str] = []
+    first = 0
+    for owner in range(1, len(lengths) + 1):
+        if owner < len(lengths) and lengths[owner] == lengths[first]:
+            continue
+        owners = str(first) if owner == first + 1 else f"{first}-{owner - 1}"
+        if lengths[first]:
+            entries.append(f"{owners}:{lengths[first]}")
+        first = owner
+    return " ".join(entries)
+
+
+def digest_of(bucket: Bucket) -> str:
+    """A short hash of the slices of a bucket."""
+    lines = (f"{p.name} {p.start} {p.length} {p.owner} {p.offset}\n" for p in bucket.slices)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
 
 
 def show_group(step: Step, micro_group: MicroGroup) -> list[str]:

@@ -10,6 +10,7 @@ operator's result (a fake tensor or a symbolic number), is the only meta entry t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -92,6 +93,16 @@ class Template:
     precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
     draws: bool = False  # whether it draws random numbers, which one rank has to do
     coupled: bool = False  # whether one rank takes the step of all parameters at once
+
+    @property
+    def kin(self) -> str:
+        """A name that all variants of one step share, and no other template has."""
+        return self.family or self.name
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names of its hyperparameters, which all tasks of one parameter group share."""
+        return [leaf.name for leaf in self.inputs if leaf.role is Role.SCALAR]
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)
@@ -191,6 +202,12 @@ class Task:
     @property
     def shape(self) -> Shape:
         return self.layout.shape
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that compute it."""
+        grid = self.layout.grid
+        return grid.members() if self.owner is None else (grid.ranks[self.owner[0]][self.owner[1]],)
 
     def computes_on(self, at: tuple[int, int]) -> bool:
         return self.owner is None or self.owner == at
@@ -373,6 +390,16 @@ class Step:
 
     def find(self, name: str) -> Task | None:
         return self._by_name.get(name)
+
+    def grid_of(self, group: MicroGroup) -> Grid:
+        """The grid that the tasks of a micro-group share."""
+        return self.task(group.tasks[0]).layout.grid
+
+    def owned(self, tasks: Iterable[Task]) -> Step:
+        """The step of form OWNED whose tasks are these, which have owners; all others are elementwise."""
+        kept = {task.name: task for task in tasks}
+        rest = tuple(task for task in self.tasks if task.name not in kept)
+        return replace(self, form=Form.OWNED, tasks=tuple(kept.values()), elementwise=rest)
 
     def placed_of(self, task: Task) -> Placed:
         return next(p for p in self.placed if p.name == task.placed)

@@ -120,17 +120,13 @@ def grouped(step: Step) -> None:
             raise InvalidStep("it is in no group", at=task.name)
 
 
-def grid_of(step: Step, group: MicroGroup) -> Grid:
-    return step.task(group.tasks[0]).layout.grid
-
-
 # -- ROUTED ------------------------------------------------------------------------------------
 
 
 def routed(step: Step) -> None:
     cuts = {p.name: p for p in step.placed}
     for group in step.micro_groups:
-        tasks, grid = [step.task(name) for name in group.tasks], grid_of(step, group)
+        tasks, grid = [step.task(name) for name in group.tasks], step.grid_of(group)
         for phase, exchange in (
             (Phase.GATHER, group.gather),
             (Phase.SCATTER, group.scatter),
@@ -281,7 +277,7 @@ def scheduled(step: Step) -> None:
         at[event.micro_group][event.act] = i
     for group in step.micro_groups:
         found, expected = at[group.index], list(acts(group))
-        if Act.MEET in found and not group.joins(step.task(group.tasks[0]).layout.grid):
+        if Act.MEET in found and not group.joins(step.grid_of(group)):
             expected.insert(0, Act.MEET)
         for act in expected:
             if act not in found:
@@ -298,7 +294,7 @@ def scheduled(step: Step) -> None:
 
 def meetings(step: Step) -> None:
     """Exchanges connect all ranks that share tasks, or these ranks meet before any of them writes."""
-    grids = {g.index: step.task(g.tasks[0]).layout.grid for g in step.micro_groups}
+    grids = {g.index: step.grid_of(g) for g in step.micro_groups}
     met = {grids[g.index].members() for g in step.micro_groups if g.joins(grids[g.index])}
     for event in step.schedule:
         ranks = grids[event.micro_group].members()

@@ -12,7 +12,7 @@ from torch import fx
 
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.bit_exactness import foreach_equal
-from canzona_compile.ir.fx_utils import drop_dead_code, is_operator, outputs, pointwise, tensor_value
+from canzona_compile.ir.fx_utils import casts, drop_dead_code, is_operator, outputs, pointwise, tensor_value
 from canzona_compile.ir.step import Stacked
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
@@ -215,7 +215,7 @@ def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casti
     lifter.lift(graph)
     results = []
     for i, node in enumerate(outputs(graph)):
-        if i < casting and node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
+        if i < casting and casts(node):
             node = node.args[0]
         results.append(lifter.listed(node))
     lifter.graph.output(tuple(results))

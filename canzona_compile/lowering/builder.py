@@ -13,13 +13,27 @@ import torch
 from torch import fx
 
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.program import Bytes, Indices, Input, Program, Views, Whole
-from canzona_compile.ir.step import Event
+from canzona_compile.ir.program import (
+    Bytes,
+    EagerTasks,
+    Fragments,
+    Indices,
+    Input,
+    Program,
+    Residents,
+    ScalarInput,
+    Views,
+    Whole,
+)
+from canzona_compile.ir.step import Event, Placed, Role, Step
 from canzona_compile.lowering.stream_sync import CALLER, order_streams
 
 
 class ProgramBuilder:
     """Collects the graph of a rank program and its inputs.
+
+    Args:
+        step: the step that the program is of, SCHEDULED.
 
     Attributes:
         graph: the graph so far.
@@ -30,7 +44,8 @@ class ProgramBuilder:
         event: the event of the schedule that the next calls belong to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: Step) -> None:
+        self.step = step
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.inputs: dict[str, Input] = {}
@@ -65,6 +80,19 @@ class ProgramBuilder:
         if shared:
             self.placeholders[value] = node
         return node
+
+    def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node:
+        """The placeholder of leaf `name` of a template for the tasks `names`. `where` begins its label."""
+        known = {leaf.name: leaf for leaf in placed.template.inputs}
+        role = known[name].role if name in known else Role.STATE
+        match role:
+            case Role.SCALAR:
+                return self.bind(f"{name}_{group}", ScalarInput(placed.template.name, group, name))
+            case Role.TASK:
+                return self.bind(f"{where}_tasks", EagerTasks(names))
+            case Role.STATE if name in placed.resident:
+                return self.bind(f"{where}_{name}_resident", Residents(name, names))
+        return self.bind(f"{where}_{name}", Fragments(role, name, names))
 
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         """Add the call of a function on the present stream."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -19,27 +18,13 @@ from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import outputs, placeholders, subgraph, tensor_value
-from canzona_compile.ir.program import Input, Views
-from canzona_compile.ir.step import BufferUse, Phase, Placed, Role, Step
+from canzona_compile.ir.program import Views
+from canzona_compile.ir.step import Phase, Placed, Role
 from canzona_compile.lowering.batch_graph import lift_apply
+from canzona_compile.lowering.builder import ProgramBuilder
 from canzona_compile.lowering.rank_view import GroupView, TaskSegment
 
 Lookup = Callable[[str], fx.Node]
-
-
-class KernelHost(Protocol):
-    """What `Kernels` needs of the program builder into whose program it writes."""
-
-    step: Step
-    root: torch.nn.Module
-    graph: fx.Graph
-    written: dict[fx.Node, list[fx.Node]]
-
-    def bind(self, label: str, value: Input) -> fx.Node: ...
-    def call(self, function: Callable[..., Any], *args: Any) -> fx.Node: ...
-    def placed(self, node: fx.Node) -> fx.Node: ...
-    def module(self, name: str, build: Callable[[], fx.Graph], lookup: Lookup) -> fx.Node: ...
-    def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -121,7 +106,7 @@ class Kernels:
         eager: for each cut that torch runs, the reason.
     """
 
-    def __init__(self, program: KernelHost) -> None:
+    def __init__(self, program: ProgramBuilder) -> None:
         self.program, self.step = program, program.step
         self.eager: dict[str, str] = {}
         self._made: dict[str, CutKernels | None] = {}
@@ -216,8 +201,7 @@ class Kernels:
         if small:
             part = results_of(placed.apply, small)
             writes = [placed.fragment_writes[n] for n in small]
-            single = [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
-            build = lambda: lift_apply(part, writes, single, foreach=False)  # noqa: E731
+            build = lambda: lift_apply(part, writes, placed.template.numbers, foreach=False)  # noqa: E731
             self.program.module(f"{placed.name}_counters", build, lookup)
 
     def copy(self, targets: fx.Node, sources: fx.Node, to: torch.dtype, given: torch.dtype) -> None:
@@ -264,11 +248,10 @@ class Kernels:
         by_name = {n.name: n for n in graph.nodes}
         dtypes = tuple((dtype,) * len(own) for (_, dtype), own in zip(made.results, targets, strict=True))
         program = PointwiseProgram(f"{placed.name}_{stage}", made, dtypes)
-        scalars = {leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR}
 
         def operand(name: str) -> fx.Node:
-            found = lookup(name)
-            return self.program.call(program_ops.repeated, found, len(segment.tasks)) if name in scalars else found
+            found, single = lookup(name), name in placed.template.numbers
+            return self.program.call(program_ops.repeated, found, len(segment.tasks)) if single else found
 
         lists = [operand(str(by_name[load.name].target)) for load in made.loads]
         lists += [node for own in targets for node in own]
@@ -292,13 +275,8 @@ class Kernels:
 
     def _send_places(self, g: GroupView, segment: TaskSegment, n: int, label: str) -> list[fx.Node]:
         """For each place of a wire in the send buffer, the placeholder of a list of views, one per task."""
-        wire = segment.placed.gather[n]
-        places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
-        found = []
-        for c in range(len(places[0])):
-            views = tuple(g.view(Phase.GATHER, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
-            found.append(self.program.bind(f"{label}{c}", Views(views)))
-        return found
+        places = enumerate(g.sends(Phase.GATHER, segment, segment.placed.gather[n]))
+        return [self.program.bind(f"{label}{c}", views) for c, views in places]
 
     def _prepared(self, g: GroupView, segment: TaskSegment, node: fx.Node, label: str) -> fx.Node:
         """Memory of the program for a prepared value that this rank itself uses."""

@@ -97,7 +97,7 @@ def lives(step: Step, events: Sequence[Event], apart: bool) -> Iterator[Buffer]:
 
 def successors(step: Step, events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     """Pairs of micro-groups, by index, that the same ranks compute directly one after the other."""
-    grids = {g.index: step.task(g.tasks[0]).layout.grid for g in step.micro_groups}
+    grids = {g.index: step.grid_of(g) for g in step.micro_groups}
     order = [event.micro_group for event in events if event.act is Act.COMPUTE]
     for grid in dict.fromkeys(grids.values()):
         yield from pairwise(index for index in order if grids[index] == grid)

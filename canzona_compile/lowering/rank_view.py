@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from canzona_compile.ir.layout import Box, Grid
-from canzona_compile.ir.program import View
+from canzona_compile.ir.program import View, Views
 from canzona_compile.ir.step import Batch, BufferUse, Exchange, MicroGroup, Phase, Placed, Step, Task, Wire
 from canzona_compile.lowering.memory_plan import ExchangeBuffers, RankMemory
 
@@ -105,6 +105,12 @@ class GroupView:
     def places(self, phase: Phase, use: BufferUse, task: str, wire: Wire) -> list[tuple[int, Box]]:
         """Byte offsets and boxes of a task's wire in the send or receive buffer of a phase."""
         return self._buffers[phase].places(use, task, wire.name)
+
+    def sends(self, phase: Phase, segment: TaskSegment, wire: Wire) -> Iterator[Views]:
+        """For each place of a wire in the send buffer of a phase, the views of all tasks of a segment."""
+        places = [self.places(phase, BufferUse.SEND, task.name, wire) for task in segment.tasks]
+        for column in zip(*places, strict=True):
+            yield Views(tuple(self.view(phase, BufferUse.SEND, at, wire.dtype, box.size) for at, box in column))
 
     def received(self, phase: Phase, task: Task, wire: Wire) -> tuple[int, Box]:
         """Byte offset in the receive buffer, and box, of this rank's part of a wire; 0 if it has no elements."""

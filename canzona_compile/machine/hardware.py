@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.machine.json_text import parsed
+from canzona_compile.machine.json_text import read_json
 
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
@@ -238,10 +238,7 @@ def named_hardware(name: str) -> Hardware:
             raise CanzonaError(
                 f"there is no hardware {name!r}", hint=f"one of {', '.join(known)}, or a file.json that calibrate wrote"
             )
-    try:
-        found = parsed(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint=ANEW) from error
+    found = read_json(path, ANEW)
     if not isinstance(found, dict):
         raise CanzonaError("it holds no JSON object", at=str(path), hint=ANEW)
     return hardware_from(found, str(path))

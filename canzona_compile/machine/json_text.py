@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+from canzona_compile.errors import CanzonaError
 
 KEPT = "\n\t"
 
@@ -18,6 +21,25 @@ def parsed(text: str) -> Any:
         return printable(json.loads(text))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: Path, hint: str) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: of the file.
+        hint: how to get one, for the error if it is no JSON.
+
+    Raises:
+        CanzonaError: it cannot be read, or is no JSON.
+    """
+    try:
+        return parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = "name a file that exists and may be read"
+        raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path), hint=known) from error
+    except ValueError as error:
+        raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint=hint) from error
 
 
 def printable(value: Any) -> Any:

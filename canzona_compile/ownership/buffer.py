@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ownership.jobs import Job, LoadByRank
@@ -16,19 +15,6 @@ from canzona_compile.ownership.jobs import Job, LoadByRank
 BUCKET = 400_000_000  # elements, as in the authors' scripts
 
 Shards = list[list[list[Job]]]  # for each bucket and each row, its jobs in the order of the buffer
-
-
-@dataclass(frozen=True, slots=True)
-class BucketPadding:
-    """The padding that makes all shards of a bucket equally long.
-
-    Attributes:
-        elements: elements of padding, summed over buckets.
-        fraction: `elements` divided by the elements of all jobs; zero if there are none.
-    """
-
-    elements: int
-    fraction: float
 
 
 def check_bucket(bucket: int) -> None:
@@ -57,25 +43,6 @@ def length(jobs: Sequence[Job]) -> int:
 def rows_of(shards: Shards) -> dict[int, int]:
     """The row of each job, by its index."""
     return {job.index: r for bucket in shards for r, shard in enumerate(bucket) for job in shard}
-
-
-def order(shards: Shards) -> list[Job]:
-    """All jobs, in the order of the buffer."""
-    return [job for bucket in shards for shard in bucket for job in shard]
-
-
-def padding(shards: Shards) -> BucketPadding:
-    """The padding that uniform collectives would add to these shards."""
-    lengths = [[length(shard) for shard in bucket] for bucket in shards]
-    added = sum(max(own) * len(own) - sum(own) for own in lengths)
-    elements = sum(map(sum, lengths))
-    return BucketPadding(added, added / elements if elements else 0.0)
-
-
-def worst_shard(shards: Shards) -> float:
-    """The length of the longest shard divided by the mean of its bucket, in the worst bucket; at least 1."""
-    lengths = [[length(shard) for shard in bucket] for bucket in shards]
-    return max((max(own) * len(own) / sum(own) for own in lengths if sum(own)), default=1.0)
 
 
 # -- parts of the bounds of rules by elements ----------------------------------------------

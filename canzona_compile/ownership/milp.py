@@ -120,6 +120,7 @@ class Patterns:
             GaveUp: the program is too large, or the time was not enough to solve it.
         """
         import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
         makespan *= 1 + TOLERANCE / 10  # a sum of the same costs in another order has to fit as well
@@ -132,8 +133,18 @@ class Patterns:
             raise GaveUp
         groups = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         one_each = csr_array((np.ones(len(groups)), (groups, np.arange(len(groups)))))
-        result = run(
-            self.deadline, self.places[groups], [(csr_array(patterns.T), self.jobs, np.inf), (one_each, 0, self.places)]
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise GaveUp
+        result: Any = milp(
+            np.zeros(len(groups)),
+            integrality=np.ones(len(groups)),
+            bounds=Bounds(0, self.places[groups]),
+            constraints=[
+                LinearConstraint(csr_array(patterns.T), self.jobs, np.inf),
+                LinearConstraint(one_each, 0, self.places),
+            ],
+            options={"time_limit": left},
         )
         if result.status == 2:
             return None
@@ -141,12 +152,12 @@ class Patterns:
             raise GaveUp
         free = [list(reversed(own)) for own in self.free.values()]
         taken = {free[groups[i]].pop(): patterns[i] for i, n in enumerate(np.round(result.x)) for _ in range(int(n))}
-        left = [iter(own) for own in self.kinds.values()]
+        waiting = [iter(own) for own in self.kinds.values()]
         # Patterns may take more jobs of a kind than there are; the last places then get fewer.
         return {
             job: place
             for place, counts in sorted(taken.items(), key=lambda item: item[0])
-            for kind, count in zip(left, counts, strict=True)
+            for kind, count in zip(waiting, counts, strict=True)
             for _, job in zip(range(count), kind, strict=False)
         }
 
@@ -164,32 +175,3 @@ class Patterns:
         smallest = np.where(listed < self.jobs[:-1], self.cost[:-1], np.inf).min(axis=1, initial=np.inf)
         kept: Counts = np.concatenate([listed, last[:, None]], axis=1)[(smallest > left) & (room - left >= least)]
         return kept
-
-
-def run(deadline: float, most: Any, constraints: Sequence[tuple[Any, Any, Any]]) -> Any:
-    """Find integers that satisfy some constraints, with HiGHS.
-
-    Args:
-        deadline: when to stop, in seconds of `time.monotonic`.
-        most: the upper bounds of the variables; the lower ones are 0.
-        constraints: for each constraint its matrix, its lower and its upper bound.
-
-    Returns:
-        The result of `scipy.optimize.milp`.
-
-    Raises:
-        GaveUp: no time is left.
-    """
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise GaveUp
-    return milp(
-        np.zeros(len(most)),
-        integrality=np.ones(len(most)),
-        bounds=Bounds(0, most),
-        constraints=[LinearConstraint(*own) for own in constraints],
-        options={"time_limit": left},
-    )

@@ -28,9 +28,8 @@ class Permuted:
     A job goes to the row that has the fewest elements of this bucket. Among equal rows it goes to the one with the
     least cost so far, and then to the lowest one. The columns of a row share its jobs, largest first by cost.
 
-    Collectives are uniform if every shard is padded to the longest one of its bucket. Call
-    `buffer.padding(planner.shards(...))` for the size of that padding, and `buffer.order` for the new order of the
-    buffer. A bucket should hold several jobs per row: if it has fewer jobs than rows, most of it is padding.
+    Collectives are uniform if every shard is padded to the longest one of its bucket. A bucket should hold several jobs
+    per row: if it has fewer jobs than rows, most of it is padding.
 
     Guarantee: over W = R x S places, the makespan is at most d * (1 + (1 - 1/R) * k/S) + 1 - 1/S times the optimum,
     with d and k as in `StaticStart`. If ranks have a load already, the factor is one more.

@@ -30,7 +30,6 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.machine.hardware import hardware_of
-from canzona_compile.passes.stagger import ranks_of
 from canzona_compile.report.measured import measured_report
 from canzona_compile.report.page import PageModel
 from canzona_compile.report.prediction import predict
@@ -182,7 +181,7 @@ def report_task(task: Task, placed: Placed, group: int) -> TaskReport:
         shape=task.shape,
         template=task.placed,
         layout=task.layout.placements,
-        owner=None if task.owner is None else ranks_of(task)[0],
+        owner=None if task.owner is None else task.ranks[0],
         micro_group=group,
         strategy=str(task.strategy),
         flops=placed.flops,
@@ -244,7 +243,7 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
     work: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)  # FLOPs of tasks by ranks and micro-group
     for task in step.tasks:
         if id(task.layout.grid) in grids:
-            work[ranks_of(task), group_of[task.name]].append(placed[task.placed].flops)
+            work[task.ranks, group_of[task.name]].append(placed[task.placed].flops)
     for (ranks, group), costs in work.items():
         total = sum(costs)
         for rank in ranks:

@@ -12,7 +12,6 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.ownership.jobs import Job, loads, makespan
 from canzona_compile.ownership.lpt import Joint
-from canzona_compile.passes.stagger import ranks_of
 from canzona_compile.report.units import format_flops, plural
 from canzona_compile.session.plan import Plan
 
@@ -69,7 +68,7 @@ def busiest(step: Step, grid: Grid) -> int:
     """The FLOPs of the busiest rank of a grid, by the plan."""
     total = dict.fromkeys(grid.members(), 0)
     for task in step.tasks:
-        for rank in ranks_of(task):
+        for rank in task.ranks:
             if rank in total:
                 total[rank] += step.placed_of(task).flops
     return max(total.values())

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.telling import tell
-from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
-from canzona_compile.runtime.channel import hash_of
+from canzona_compile.runtime.channel import Channel, hash_of
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import Groups
@@ -42,7 +42,8 @@ class RankAgreement:
     def __init__(self, groups: Groups, device: torch.device, optimizer: Optimizer) -> None:
         self.groups, self.device, self.name = groups, device, f"optimizer ({plain_class(optimizer).__name__})"
         self._agreements: dict[Ranks, StoreAgreement] = {}
-        self.waiter = Waiter(self._agreements.values(), device)
+        self._channels: list[Channel] = []
+        self.waiter = Waiter(self._channels, device)
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None, text: str = "") -> None:
         """Tell the ranks of every mesh whether this rank could make a plan. This is a collective.
@@ -117,13 +118,14 @@ class RankAgreement:
             for copy in shared:
                 by_grid.setdefault(copy.grid, []).append(own[copy.name])
             agreement = self._agreement_of(ranks)
-            told = json.dumps([str(error or ""), [hash_of(str(values)) for values in by_grid.values()]])
-            answers = dict(zip(agreement.ranks, map(json.loads, agreement.share(told)), strict=True))
-            if failed := [(rank, failure) for rank, (failure, _) in answers.items() if failure]:
-                error = error or RankMismatch(f"rank {failed[0][0]} cannot run this step:\n{failed[0][1]}")
+            try:
+                told = agreement.share(json.dumps([hash_of(str(values)) for values in by_grid.values()]), error)
+            except CanzonaError as found_error:
+                error = found_error
                 continue
+            answers = dict(zip(agreement.ranks, map(json.loads, told), strict=True))
             columns = [(i, column) for i, grid in enumerate(by_grid) for column in zip(*grid.ranks, strict=True)]
-            if all(len({answers[r][1][i] for r in column}) == 1 for i, column in columns):
+            if all(len({answers[r][i] for r in column}) == 1 for i, column in columns):
                 continue
             texts = map(json.loads, agreement.share(json.dumps(mine)))
             found = {r: {n: Digest(*d) for n, d in t.items()} for r, t in zip(agreement.ranks, texts, strict=True)}
@@ -178,10 +180,11 @@ class RankAgreement:
 
     def fail(self, error: CanzonaError) -> None:
         """Tell all ranks that this rank raised an error on its way, so that no rank waits for it."""
-        for agreement in self._agreements.values():
-            agreement.fail(error)
+        for channel in self._channels:
+            channel.fail(error)
 
     def _agreement_of(self, ranks: Ranks) -> StoreAgreement:
         if ranks not in self._agreements:
             self._agreements[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device, self.name)
+            self._channels.append(self._agreements[ranks].channel)
         return self._agreements[ranks]

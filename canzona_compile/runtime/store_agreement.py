@@ -8,9 +8,8 @@ fails on its way through a step tells the others through the store, and they hea
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,29 +19,15 @@ from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.runtime.channel import channel_of, hash_of
 from canzona_compile.runtime.meeting import Meeting
 
-
-class Subject(NamedTuple):
-    """What ranks may disagree about: the problem that a difference means, and what to do about it."""
-
-    problem: str
-    hint: str
-
-
-MISSING_GRADIENTS = Subject(
+# What ranks may disagree about: the problem that a difference means, and what to do about it.
+MISSING_GRADIENTS = (
     "gradients are missing on some ranks only",
     "give every rank the gradient (zeros count) or none (grad=None on all ranks skips the parameter)",
 )
-
-CHANGED_APART = Subject(
+CHANGED_APART = (
     "ranks found different changes before this step",
     "change hyperparameters, state, parameters and parameter groups alike on all ranks",
 )
-
-
-def subject_of(findings: Collection[str]) -> Subject:
-    """What ranks disagree about whose findings differ: gradients, unless one of them found another change."""
-    missing = all(not finding or finding.startswith(("no gradient", "every gradient")) for finding in findings)
-    return MISSING_GRADIENTS if missing else CHANGED_APART
 
 
 class StoreAgreement:
@@ -68,16 +53,20 @@ class StoreAgreement:
         meetings = PrefixStore(f"meet/{self.name}", self.channel.store)
         self.meeting = Meeting(meetings, self.ranks, self.rank, self.channel.listen)
 
-    def share(self, value: str) -> list[str]:
+    def share(self, value: str, error: CanzonaError | None = None) -> list[str]:
         """Gather one string from every member. This is a collective on the host.
 
         Args:
             value: the string of this rank.
+            error: the error that keeps this rank from planning; None if nothing does.
 
         Returns:
             The strings of all members, in the order of `ranks`.
+
+        Raises:
+            CanzonaError: a member failed. Every member raises.
         """
-        return self.channel.exchange(f"planning of {self.name}", value)
+        return self.channel.exchange(f"planning of {self.name}", value, error)
 
     def agree(self, text: str, error: CanzonaError | None, missing: str = "") -> None:
         """Compare the plans of all members before the first step of a plan. This is a collective.
@@ -90,13 +79,7 @@ class StoreAgreement:
         Raises:
             CanzonaError: a member failed, or the plans differ. Every member raises.
         """
-        failures = self.share(str(error or ""))
-        if error is not None:
-            raise error
-        for rank, failure in zip(self.ranks, failures, strict=True):
-            if failure:
-                raise RankMismatch(f"rank {rank} cannot run this step:\n{failure}")
-        if len(set(self.share(str(hash_of(text))))) == 1:
+        if len(set(self.share(hash_of(text), error))) == 1:
             return
         told = [json.loads(t) for t in self.share(json.dumps([text, missing]))]
         if len({lacking for _, lacking in told}) > 1:
@@ -139,24 +122,11 @@ class StoreAgreement:
             "measure() on all of them",
         )
 
-    # -- Listener, for what waits for collectives of data ----------------------------------------------
-
-    def listen(self) -> None:
-        """Raise if a member failed, so that a collective of this rank will not complete."""
-        self.channel.listen()
-
-    def fail(self, error: CanzonaError) -> None:
-        """Tell the other members that a collective broke, so that no later step can work either."""
-        self.channel.fail(error)
-
-    def absent(self) -> list[int]:
-        """The members that do not answer, after a collective failed."""
-        return self.channel.absent()
-
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
         said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
-        subject = subject_of(findings.values())
-        return InvalidGradient(f"{subject.problem} ({said}); nothing was updated", hint=subject.hint)
+        missing = all(not own or own.startswith(("no gradient", "every gradient")) for own in findings.values())
+        problem, hint = MISSING_GRADIENTS if missing else CHANGED_APART
+        return InvalidGradient(f"{problem} ({said}); nothing was updated", hint=hint)
 
 
 def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:

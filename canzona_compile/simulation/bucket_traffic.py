@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from canzona_compile.analysis.roofline import exchange_seconds
+from canzona_compile.analysis.roofline import Transfer, exchange_seconds, once_around
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.machine.hardware import Hardware
 
 # What the smallest collectives of gloo cost, in smallest all-to-alls; CPU times of 2 and of 4 ranks, torch 2.13.
 REDUCING, GATHERING = 3, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One collective of a bucket on the busiest rank.
-
-    Attributes:
-        moved: seconds for which it keeps the links busy; the processor where that moves the bytes.
-        latency: seconds until the first data arrives.
-        sent: bytes.
-    """
-
-    moved: float
-    latency: float
-    sent: int
 
 
 def reduction(bucket: Bucket, hardware: Hardware) -> Transfer:
@@ -61,15 +44,6 @@ def gathering(bucket: Bucket, hardware: Hardware) -> Transfer:
 def smallest(bucket: Bucket, hardware: Hardware) -> float:
     """Seconds of the smallest all-to-all among the ranks of a bucket."""
     return exchange_seconds(hardware.link(bucket.ranks), 0.0, len(bucket.ranks))
-
-
-def once_around(bucket: Bucket, hardware: Hardware) -> Transfer:
-    """A collective that sends each shard once to, or from, every other rank: along a ring, or one ring per shard."""
-    if len(bucket.ranks) < 2:
-        return Transfer(0.0, 0.0, 0)
-    link = hardware.link(bucket.ranks)
-    sent = size_of(bucket) - min(bucket.shard_lengths) * bucket.dtype.itemsize
-    return Transfer(sent / link.bandwidth, link.latency * bucket.collectives, sent)
 
 
 def size_of(bucket: Bucket) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from canzona_compile.analysis.roofline import Transfer
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.machine.hardware import Hardware
-from canzona_compile.simulation.bucket_traffic import Transfer, gathering, reduction
+from canzona_compile.simulation.bucket_traffic import gathering, reduction
 from canzona_compile.simulation.engine import (
     Collective,
     CollectiveShare,

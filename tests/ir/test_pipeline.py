@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, UnsupportedOptimizer
-from canzona_compile.ir.observers import DumpSteps
 from canzona_compile.ir.pipeline import Pass, PassHistory, PassRecord, check_order, run
-from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step
 from tests.harness.samples import toy_step
 
@@ -199,21 +196,3 @@ def test_observers_see_verified_steps_only() -> None:
     with pytest.raises(InvalidStep):
         run(toy_step(Form.CAPTURED), [Cut(), Own(owner=(5, 5))], [seen.append])
     assert [record.name for record in seen] == ["cut"]
-
-
-def test_dump(tmp_path: Path) -> None:
-    dump = DumpSteps(tmp_path / "steps")
-    first = toy_step(Form.CAPTURED)
-    placed, _ = run(first, [Cut()], [dump])
-    owned, _ = run(placed, [Own()], [dump])
-    run(first, [Cut()], [dump])
-    files = sorted((tmp_path / "steps").iterdir())
-    assert [f.name for f in files] == [
-        "000_captured.ir",
-        "001_cut.ir",
-        "002_own.ir",
-        "003_captured.ir",
-        "004_cut.ir",
-    ]
-    assert files[0].read_text() == show(first)
-    assert files[2].read_text() == show(owned)

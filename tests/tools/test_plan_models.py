@@ -20,7 +20,7 @@ from canzona_compile.tools.planning.weights import (
     parse_split,
     preset,
     presets,
-    read_json,
+    read_object,
 )
 
 BOTH = ("qkv", "gate-up")
@@ -249,7 +249,7 @@ def test_files_that_hold_no_object(text: str, says: str, tmp_path: Path) -> None
     path = tmp_path / "file.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(CanzonaError) as caught:
-        read_json(path)
+        read_object(path)
     problem, at, hint = refusal(caught)
     assert problem.startswith(says)
     assert at == str(path)
@@ -264,7 +264,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "latin.json", "it is no JSON"),
     ):
         with pytest.raises(CanzonaError) as caught:
-            read_json(path)
+            read_object(path)
         assert caught.value.problem.startswith(says)
         assert caught.value.at == str(path)
 

@@ -30,7 +30,7 @@ from canzona_compile.tools.planning.weights import (
     parse_split,
     preset,
     presets,
-    read_json,
+    read_object,
 )
 
 FORMATS = ("table", "json", "html", "perfetto", "markdown")  # all but the first have a method of `OfflinePlan` each
@@ -116,7 +116,7 @@ def model_of(given: Namespace) -> Model:
     if given.hf_config:
         return from_config(Path(given.hf_config), split)
     if given.params:
-        return from_shapes(read_json(Path(given.params)), Path(given.params).stem, given.params)
+        return from_shapes(read_object(Path(given.params)), Path(given.params).stem, given.params)
     return preset(given.model, split)
 
 
@@ -130,6 +130,6 @@ def run_diff(given: Namespace) -> int:
     """Print what differs, and return the exit code: 0 if the plans are the same, 1 otherwise."""
     for path in (given.before, given.after):
         read_plan(path)  # its errors name the file
-    found = difference(read_json(Path(given.before)), read_json(Path(given.after)))
+    found = difference(read_object(Path(given.before)), read_object(Path(given.after)))
     show(render(difference_page(found)), partial(json.dumps, found, indent=1) if given.json else None)
     return 0 if found["same"] else 1

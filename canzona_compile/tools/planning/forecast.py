@@ -23,7 +23,6 @@ from canzona_compile.ir.step import Phase, Placed, Step, Task
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.passes import relowering_passes
-from canzona_compile.passes.stagger import ranks_of
 from canzona_compile.report.build import imbalance, rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_flops
@@ -224,7 +223,7 @@ def task_forecast(task: Task, placed: Placed, group: int) -> TaskForecast:
         template=task.placed,
         layout=f"{task.layout.placements} on {grid.replicas}x{grid.shards}",
         strategy=str(task.strategy),
-        owner=None if task.owner is None else ranks_of(task)[0],
+        owner=None if task.owner is None else task.ranks[0],
         group=group,
         flops=placed.flops,
     )
@@ -284,7 +283,7 @@ def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
                 held[row[s]] += len(same_kind) * (spread * box.numel / numel + same)
                 everywhere[row[s]] += len(same_kind) * sum(sizes.values())
         for task in same_kind if resident else ():
-            for rank in ranks_of(task):
+            for rank in task.ranks:
                 held[rank] += resident
     return int(max(held.values(), default=0)), int(max(everywhere.values(), default=0))
 

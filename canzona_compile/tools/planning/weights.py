@@ -14,7 +14,7 @@ from torch import nn
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.machine.json_text import parsed
+from canzona_compile.machine.json_text import read_json
 
 PRESETS = Path(__file__).parents[2] / "data" / "qwen3.json"
 SPLITS = ("qkv", "gate-up")
@@ -183,7 +183,7 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     Raises:
         CanzonaError: a field is missing or absurd.
     """
-    config = read_json(path)
+    config = read_object(path)
     at = str(path)
     count, wrong = partial(count_in, config, at), partial(CanzonaError, at=at)
     heads, hidden = count("num_attention_heads"), count("hidden_size")
@@ -358,14 +358,9 @@ def whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = parsed(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        hint = "name a file that exists and may be read"
-        raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path), hint=hint) from error
-    except ValueError as error:
-        raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint="it has to hold a JSON object") from error
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object; raise CanzonaError if it does not."""
+    found = read_json(path, "it has to hold a JSON object")
     if not isinstance(found, dict):
         raise CanzonaError("it holds no JSON object", at=str(path), hint="as in {...}")
     return found

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from canzona_compile.compat.telling import tell
@@ -23,12 +22,11 @@ from canzona_compile.tools.profiling.alignment import ClockOffset, offset_to_fir
 from canzona_compile.tools.profiling.learn import learn
 from canzona_compile.tools.verification.failure import blamed
 from canzona_compile.tools.verification.layouts import give, share
-from canzona_compile.tools.verification.user_model import Built, built
+from canzona_compile.tools.verification.user_model import built, random_gradients
 from canzona_compile.tools.verification.workers import Order, by_names_of_the_model
 
 # Steps: the first is eager, the second is the first one of its program. As many more follow as are measured.
 WARM_UP = 3
-SIZE = 1e-2  # of random gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +103,11 @@ def run_profiled(rank: int, order: Order, learns: bool) -> RankProfile:
     )
 
 
-def random_gradients(made: Built, seed: int) -> list[torch.Tensor | None]:
-    """Draw a whole gradient for each parameter; ranks draw equal ones. None for frozen parameters."""
-    random = torch.Generator().manual_seed(seed)
-    found: list[torch.Tensor | None] = []
-    for param in made.params:
-        if not param.requires_grad:
-            found.append(None)
-            continue
-        found.append((torch.randn(param.shape, generator=random, device="cpu") * SIZE).to(param.dtype))
-    return found
-
-
 def transfers(step: Step, rank: int) -> dict[tuple[int, str], RankTransfer]:
     """Find the exchanges of a step that a rank takes part in, by micro-group and phase."""
     found = {}
     for group in step.micro_groups:
-        grid = step.task(group.tasks[0]).layout.grid
+        grid = step.grid_of(group)
         if rank not in grid.members():
             continue
         at = grid.find(rank)

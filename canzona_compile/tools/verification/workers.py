@@ -23,7 +23,7 @@ from canzona_compile.tools.verification.failure import CannotVerify, blamed
 from canzona_compile.tools.verification.findings import LeafDifference, Tally
 from canzona_compile.tools.verification.layouts import LayoutName, give, share
 from canzona_compile.tools.verification.reference_log import Journal, StepPage
-from canzona_compile.tools.verification.user_model import PARAMETER, Built, Leaves, built
+from canzona_compile.tools.verification.user_model import PARAMETER, Built, Leaves, built, random_gradients
 
 log = logging.getLogger(__name__)
 
@@ -107,10 +107,9 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
         with blamed(f"backward of loss(model, {step})"):
             loss.backward()
     else:
-        random = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-        for param in made.params:
-            if param.requires_grad:
-                param.grad = (torch.randn(param.shape, generator=random, device="cpu") * 1e-2).to(param.dtype)
+        drawn = random_gradients(made, (seed * 1_000_003 + step) % 2**63)
+        for param, grad in zip(made.params, drawn, strict=True):
+            param.grad = grad
     for name, param in zip(made.names, made.params, strict=True):
         if param.grad is not None:
             check_gradient(param, name, param.grad.dtype)
