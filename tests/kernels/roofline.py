@@ -52,15 +52,15 @@ TEXT = """# What the matrix kernels can reach at most: a model
 what no tuning can give. To measure, run `python -m canzona_compile tune` and `benchmarks/gpu.py`.
 
 A column is a product of batch x m x k. A row is a kernel with its tile, warps (`w`) and stages (`s`); *programs* is how
-many of them fit on a multiprocessor. A cell is the time of a launch in us, and in brackets how many times as fast as the
-library's bound that is: below 1 a kernel can hardly win. A launch takes the larger of two times:
+many of them fit on a multiprocessor. A cell is the time of a launch in us, with the library's bound divided by it in
+brackets: below 1 a kernel can hardly win. A launch takes the larger of two times:
 
 * *memory*: every operand is read once and the result written once, at the data sheet's bandwidth;
 * *products and ends*: the tiles of the busiest multiprocessor, so an unfinished wave counts as a whole one. A tile
-  computes at the data sheet's rate, or at the rate at which shared memory takes in its operands and gives them out once,
-  which bounds small tiles. To read a tile's first operands and write its result takes the multiprocessor's share of the
-  bandwidth. Two programs on a multiprocessor hide these ends of each other, and a persistent program hides those of all
-  its tiles but one; otherwise every tile adds them.
+  computes at the data sheet's rate, or, if small, at the rate at which shared memory takes in its operands and gives
+  them out once. Its ends, reading the first operands and writing the result, use the multiprocessor's share of the
+  bandwidth. Two programs on a multiprocessor hide each other's ends, and a persistent program hides those of all its
+  tiles but one; otherwise every tile adds them.
 
 The library's bound is for the whole product in tiles of 128 x 256, with all ends hidden and no bound by shared memory.
 Not in the model: clocks under load (an H200 sustains some 790 of its 989 TFLOP/s), bandwidth of caches, latencies of
