@@ -15,9 +15,8 @@ BLENDS = ("static", "alpha 0", "alpha 0.5", "alpha 1", "joint")
 
 HEAD = """# Canzona's headline, planned anew
 
-The paper (arXiv 2602.06079) reports, for Qwen3-32B on 256 GPUs, an optimizer step that is 5.8 times as fast, iterations
-that are 1.57 times as fast, and, in its appendix, a step of 0.0717 s. One command writes what our planner predicts for
-the same models:
+For Qwen3-32B on 256 GPUs, the paper (arXiv 2602.06079) reports an optimizer step 5.8 times as fast, iterations 1.57
+times as fast, and, in its appendix, a step of 0.0717 s. This command writes what our planner predicts:
 
     python benchmarks/reproduction.py
 
@@ -62,8 +61,8 @@ def assumptions(hardware: Hardware) -> Iterator[str]:
     )
     yield from paragraph(
         "- ZeRO-1, as in the authors' Megatron and in `canzona_compile.zero1`: backward reduces gradients to owners, "
-        "the data-parallel owner of a matrix updates it, and parameters are gathered for the next forward pass. The "
-        "optimizer step includes neither transfer, in the paper or here; the section on buckets has both."
+        "the data-parallel owner updates a matrix, and parameters are gathered for the next forward pass. Neither "
+        "transfer counts in the optimizer step, in the paper or here; the section on buckets has both."
     )
     yield from paragraph(
         "- Nothing is fused, gradients are cast to bfloat16 before they are sent, and a micro-group has one "
@@ -164,10 +163,10 @@ def buckets(cases: Sequence[Case]) -> Iterator[str]:
     yield ""
     case = next(c for c in cases if (c.setting.model, c.split) == ("qwen3-32b", "qkv,gate-up"))
     yield from paragraph(
-        f"{name_of(case)}, in float32, in the buckets of `zero1` (64 MiB). Equal shards and alignment add the padding. "
-        "Traffic is what a rank sends over the data-parallel axis in backward, and again for the next forward pass; "
-        "the step sends nothing. Exposed is what this adds to the passes of 8192 tokens per data-parallel rank, with "
-        "parameters gathered before the forward pass."
+        f"{name_of(case)}, in float32, in the buckets of `zero1` (64 MiB). Padding comes from equal shards and "
+        "alignment. Traffic is what a rank sends over the data-parallel axis in backward, and again for the next "
+        "forward pass. Exposed is what this adds to the passes of 8192 tokens per data-parallel rank, with parameters "
+        "gathered before the forward pass. The step sends nothing there."
     )
     yield ""
     yield from rows(
