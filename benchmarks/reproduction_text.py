@@ -15,15 +15,13 @@ BLENDS = ("static", "alpha 0", "alpha 0.5", "alpha 1", "joint")
 
 HEAD = """# Canzona's headline, planned anew
 
-The paper (arXiv 2602.06079) reports for Qwen3-32B on 256 GPUs an optimizer step 5.8 times as fast and iterations 1.57
-times as fast, and in its appendix a step of 0.0717 s. This page is what our planner predicts for the same models,
-written by one command:
+For Qwen3-32B on 256 GPUs, the paper (arXiv 2602.06079) reports an optimizer step 5.8 times as fast, iterations 1.57
+times as fast, and, in its appendix, a step of 0.0717 s. This command writes what our planner predicts:
 
     python benchmarks/reproduction.py
 
-**Nothing here was run on GPUs.** Plans are the ones that the runtime would execute, made from the captured step of
-`torch.optim.Muon` in float32; their times come from a discrete-event simulation with assumed rates. What the paper
-does not say, we assume and state."""
+**Nothing here was run on GPUs.** The plans are those that a run would execute, made from the captured step of
+`torch.optim.Muon` in float32. Their times are simulated with assumed rates."""
 
 
 def document(
@@ -58,20 +56,19 @@ def assumptions(hardware: Hardware) -> Iterator[str]:
     yield "## What is assumed"
     yield ""
     yield from paragraph(
-        "- The mesh: 8 GPUs a node, tensor parallelism within it (8, or 4 where the model is small), data "
-        "parallelism between nodes. The paper does not give it."
+        "- The mesh, which the paper does not give: 8 GPUs a node, tensor parallelism within it (8, or 4 for small "
+        "models), data parallelism between nodes."
     )
     yield from paragraph(
-        "- ZeRO-1, as in the authors' Megatron and in `canzona_compile.zero1`: gradients are reduced to where "
-        "they are needed during backward, a matrix's data-parallel owner updates it, and parameters are "
-        "gathered for the next forward pass. Neither is part of the optimizer step, in the paper's figures or "
-        "in these; the section on buckets has both."
+        "- ZeRO-1, as in the authors' Megatron and in `canzona_compile.zero1`: backward reduces gradients to owners, "
+        "the data-parallel owner updates a matrix, and parameters are gathered for the next forward pass. Neither "
+        "transfer counts in the optimizer step, in the paper or here; the section on buckets has both."
     )
     yield from paragraph(
-        "- Nothing is fused, gradients are cast to bfloat16 before they travel, one all-to-all each way per "
-        "micro-group."
+        "- Nothing is fused, gradients are cast to bfloat16 before they are sent, and a micro-group has one "
+        "all-to-all each way."
     )
-    yield from paragraph("- Adam's share (embeddings, head, norms) is left out on all sides.")
+    yield from paragraph("- Adam's share (embeddings, head, norms) is left out everywhere.")
     yield from paragraph("- Rates, none of them measured by us:")
     yield ""
     yield from (f"    - {name}: {text}" for name, text in hardware.sources)
@@ -113,9 +110,8 @@ def headline(cases: Sequence[Case], iterations: Sequence[Iteration], paper: Mapp
     yield from rows(columns, body)
     yield ""
     yield from paragraph(
-        "One fused first matrix of an MLP (51200 x 5120, 28.2 TFLOP) is the critical path of the fused plans,"
-        " whatever the planner: there are exactly as many matrices as GPUs. Splitting q, k, v and gate, up "
-        "halves it."
+        "With fused weights, no planner can make the step shorter than one first matrix of an MLP (51200 x 5120, "
+        "28.2 TFLOP), and there are exactly as many matrices as GPUs. Splitting q, k, v and gate, up halves it."
     )
 
 
@@ -135,7 +131,7 @@ def balance(cases: Sequence[Case]) -> Iterator[str]:
     )
     yield ""
     yield from paragraph(
-        "By data-parallel rank alone, as the authors count, `python benchmarks/ownership_table.py` has the same rules."
+        "`python benchmarks/ownership_table.py` compares the same rules by data-parallel rank, as the authors count."
     )
 
 
@@ -143,8 +139,8 @@ def latency(cases: Sequence[Case]) -> Iterator[str]:
     yield "## Optimizer step"
     yield ""
     yield from paragraph(
-        "(a) every rank computes everything; (b) replicas share the matrices by the static rule, by alpha, or"
-        " in balance, and the ranks within each repeat the work; (c) owners."
+        "(a) every rank computes everything; (b) replicas share the matrices (by the static rule, by alpha, or "
+        "balanced), and all ranks of a replica compute the same; (c) one owner per matrix."
     )
     yield ""
     yield from rows(
@@ -167,10 +163,10 @@ def buckets(cases: Sequence[Case]) -> Iterator[str]:
     yield ""
     case = next(c for c in cases if (c.setting.model, c.split) == ("qwen3-32b", "qkv,gate-up"))
     yield from paragraph(
-        f"{name_of(case)}, in float32, as `zero1` lays it out: buckets of 64 MiB, and padding is what equal shards and "
-        "alignment add to the elements. Traffic is what leaves a rank over the data-parallel axis during "
-        "backward, and again before or during the next forward pass; the step has none. Exposed is what this adds "
-        "to the passes of 8192 tokens per data-parallel rank, if parameters are gathered before the forward pass."
+        f"{name_of(case)}, in float32, in the buckets of `zero1` (64 MiB). Padding comes from equal shards and "
+        "alignment. Traffic is what a rank sends over the data-parallel axis in backward, and again for the next "
+        "forward pass. Exposed is what this adds to the passes of 8192 tokens per data-parallel rank, with parameters "
+        "gathered before the forward pass. The step sends nothing there."
     )
     yield ""
     yield from rows(
@@ -200,8 +196,8 @@ def ours(cases: Sequence[Case]) -> Iterator[str]:
     yield "## Without ZeRO-1"
     yield ""
     yield from paragraph(
-        "`zero1` executes (c). Under `wrap`, over plain replicas (`dp`, as under DDP), every replica applies all "
-        "updates and their exchange is part of the step; with FSDP2 on tensor parallelism (`fsdp`) owners exchange "
+        "`zero1` executes (c). Under `wrap` with plain replicas (`dp`, as under DDP), every replica applies all "
+        "updates, and sending them is part of the step. With FSDP2 on tensor parallelism (`fsdp`), owners exchange "
         "fragments with all ranks and nothing is repeated. Exact numerics, the planner joint:"
     )
     yield ""
@@ -240,9 +236,8 @@ def scaling(scaled: Sequence[ScaleRow]) -> Iterator[str]:
     yield "## More ranks"
     yield ""
     yield from paragraph(
-        "As the runtime would execute it: owners, exact numerics, split weights, every expert's matrix by "
-        "itself. `moe-1t` has 61 layers of 384 experts (7168 x 2048, 8 active). The last column is what "
-        "making the plan took on 2 cores."
+        "With owners, exact numerics, split weights, and every expert's matrix by itself. `moe-1t` has 61 layers of "
+        "384 experts (7168 x 2048, 8 active). The last column is the time to make the plan on 2 cores."
     )
     yield ""
     yield from rows(
@@ -264,8 +259,8 @@ def scaling(scaled: Sequence[ScaleRow]) -> Iterator[str]:
     )
     yield ""
     yield from paragraph(
-        "Beyond one rank per large matrix more ranks do not help: the step is that of its largest matrix, and"
-        " max/mean grows."
+        "With more ranks than large matrices, the step does not get faster: its largest matrix decides, and max/mean "
+        "grows."
     )
 
 
@@ -273,20 +268,18 @@ def differences() -> Iterator[str]:
     yield "## Where this differs from the paper, and why"
     yield ""
     yield from paragraph(
-        "- The baseline. 5.8 times 0.0717 s is 0.416 s, far below a step in which every rank computes "
-        "everything, and between the static and the balanced form of (b). Which one was measured is not "
-        "known."
+        "- The baseline. 5.8 times 0.0717 s is 0.416 s, far below (a), and between the static and the balanced form "
+        "of (b) for fused weights. It is not known which one was measured."
     )
     yield from paragraph(
-        "- The step. With the mean of two public measurements of X @ X.T, (c) alpha comes out within a few "
-        "percent of 0.0717 s for fused weights. A rate of 600 TFLOP/s, which others report, would make it "
-        "0.055 s."
+        "- The step. With the mean of two public measurements of X @ X.T, (c) alpha is within a few percent of "
+        "0.0717 s for fused weights. With 600 TFLOP/s, which others report, it would be 0.055 s."
     )
     yield from paragraph(
-        "- The authors' released code casts to the gradient's dtype (float32) on the wire and copies three "
-        "times; ours gathers bfloat16. At 256 GPUs both are small beside the largest matrix."
+        "- The wire. The authors' released code sends the gradient's dtype (float32) and copies three times; ours "
+        "gathers bfloat16. At 256 GPUs both cost little compared with the largest matrix."
     )
     yield from paragraph(
-        '- Fast numerics: owners run Newton-Schulz on Gram matrices, with one restart, in float16 (`numerics="fast"`).'
-        " The runtime executes it as it is planned. It needs dense products at the rates above."
+        '- Fast numerics (`numerics="fast"`): owners run Newton-Schulz on Gram matrices, with one restart, in float16.'
+        " A run executes it as planned. It needs dense products at the rates above."
     )

@@ -48,24 +48,26 @@ SHAPES = ((1, 2048, 8192), (1, 4096, 4096), (1, 4096, 12288), (1, 5120, 25600), 
 
 TEXT = """# What the matrix kernels can reach at most: a model
 
-**This page is a model, not a measurement.** No kernel ran for it. `python -m tests.kernels.roofline` writes it from
-three sources: the data sheets of the GPUs, the sizes of the products, and how many programs of a kernel fit on a
-multiprocessor, which follows from the registers and the shared memory that the compiler gave them
-(`tests/golden/kernels/resources-sm_*.txt`). It says which candidates deserve a turn in the tuner and what no tuning can
-give; what a kernel really takes, `python -m canzona_compile tune` and `benchmarks/gpu.py` tell.
+**This page is a model, not a measurement**: no kernel ran for it. It says which candidates the tuner should try, and
+what no tuning can give. To measure, run `python -m canzona_compile tune` and `benchmarks/gpu.py`.
 
-The time of a launch is the larger of two:
+A column is a product of batch x m x k. A row is a kernel with its tile, warps (`w`) and stages (`s`); *programs* is how
+many of them fit on a multiprocessor. A cell is the time of a launch in us, with the library's bound divided by it in
+brackets: below 1 a kernel can hardly win. A launch takes the larger of two times:
 
-* *memory*: every operand read once and the result written once, at the data sheet's bandwidth;
-* *products and ends*: all tiles of the busiest processor (so an unfinished wave counts as a whole one), each at the
-  data sheet's rate, or at the rate at which shared memory takes in its operands and gives them out once, which bounds
-  small tiles; and the time in which a tile's first operands are read and its result is written, at the processor's
-  share of the bandwidth. Two programs on a multiprocessor hide one another's ends, and a persistent program hides
-  those of all its tiles but one; else every tile adds them.
+* *memory*: every operand is read once and the result written once, at the data sheet's bandwidth;
+* *products and ends*: the tiles of the busiest multiprocessor, so an unfinished wave counts as a whole one. A tile
+  computes at the data sheet's rate, or, if small, at the rate at which shared memory takes in its operands and gives
+  them out once. Its ends, reading the first operands and writing the result, use the multiprocessor's share of the
+  bandwidth. Two programs on a multiprocessor hide each other's ends, and a persistent program hides those of all its
+  tiles but one; otherwise every tile adds them.
 
+The library's bound is for the whole product in tiles of 128 x 256, with all ends hidden and no bound by shared memory.
 Not in the model: clocks under load (an H200 sustains some 790 of its 989 TFLOP/s), bandwidth of caches, latencies of
-instructions, the cost of a launch. The number in brackets compares with a bound for a library that computes the whole
-product with tiles of 128 x 256, hides all ends and is never bound by shared memory: below 1 a kernel can hardly win.
+instructions, the cost of a launch.
+
+`python -m tests.kernels.roofline` writes this page from data sheets, the sizes of the products, and the registers and
+shared memory that the compiler gave each kernel (`tests/golden/kernels/resources-sm_*.txt`).
 """
 
 
@@ -139,10 +141,7 @@ def page() -> str:
     for sheet in SHEETS:
         parts.append(f"## {sheet.name}\n")
         rate, bandwidth = sheet.flops / 1e12, sheet.bandwidth / 1e12
-        parts.append(
-            f"{rate:.0f} TFLOP/s, {bandwidth:g} TB/s, {MULTIPROCESSORS[sheet.arch]} multiprocessors. Cells: us, and in"
-            " brackets how many times as fast as the library's bound.\n"
-        )
+        parts.append(f"{rate:.0f} TFLOP/s, {bandwidth:g} TB/s, {MULTIPROCESSORS[sheet.arch]} multiprocessors.\n")
         for operation in ("sym_gemm", "gemm_axpby"):
             own = [row for row in rows_of(sheet.arch) if row.operation == operation]
             parts.append("\n".join(table(sheet, operation, own)) + "\n")
