@@ -67,6 +67,17 @@ def captures_shared() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread, as ranks do that share a machine's cores: what rounds may depend on it."""
+    import torch  # late, see pytest_configure
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Compare a text with tests/golden/<test>.ir, or with the file of a given name."""
 

@@ -191,19 +191,13 @@ def test_the_work_of_compiled_functions_counts() -> None:
     assert products < task.flops < 1.5 * products
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Stacks of products round as single ones do on one thread; on several not for all sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", [toys.CompiledAdam, TwoPrecisions])
 def test_stacks_loop_over_what_is_no_operator(kind: type[Any]) -> None:
-    """Products of these sizes and this dtype are stacked; what stands between them is not."""
+    """Products of these sizes and this dtype are stacked; what stands between them is not.
+
+    On one thread stacks of products round as single ones do; on several not for all sizes.
+    """
     shapes = ((32, 16), (32, 16))
     plain = trained(kind(parameters(shapes, torch.bfloat16)))
     wrapped = trained(canzona_compile.wrap(kind(parameters(shapes, torch.bfloat16))))

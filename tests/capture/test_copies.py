@@ -17,7 +17,7 @@ import tempfile
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -72,8 +72,11 @@ class FreedHandles:
 
 
 @pytest.fixture
-def freed(monkeypatch: pytest.MonkeyPatch) -> FreedHandles:
-    return FreedHandles(monkeypatch)
+def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FreedHandles]:
+    """Collections of garbage look only at what the test makes, and not at all that was imported."""
+    gc.freeze()
+    yield FreedHandles(monkeypatch)
+    gc.unfreeze()
 
 
 class CopiesInConstructor(PerParameter):

@@ -25,21 +25,13 @@ from tests.harness.marks import crossed
 from tests.harness.samples import CPU, Builder
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("one_thread")  # which the claims are about
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDE = (torch.float32, torch.float64)
 NARROW = (torch.bfloat16, torch.float16)
 
 # Operands: whole tensor, one row, one column, 0-d tensor, mask. Everything else in a call is a number.
 F, R, C, S, M = "full", "row", "column", "scalar", "mask"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The claims are about one thread, as ranks have that share a machine's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

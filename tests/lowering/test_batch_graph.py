@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,15 +28,8 @@ from tests.harness.samples import CPU, Builder, empty
 from tests.harness.untimed import untimed
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("one_thread")
 SINGLE = tuple(NUMBERS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tasks_of(template: Template, count: int, seed: int) -> list[dict[str, Any]]:

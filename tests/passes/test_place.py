@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
@@ -19,14 +17,7 @@ from tests.harness.samples import CPU, Builder, empty, grid_of, muon_template, r
 from tests.harness.untimed import untimed
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def place(template: Template, layout: Layout, *, exact: bool = True) -> Placed:
