@@ -16,6 +16,7 @@ import canzona_compile
 from canzona_compile.report.units import format_flops
 from tests.harness.layouts import mesh_of
 from tests.harness.optimizers import share_captures
+from tests.harness.pairs import Pair
 from tests.harness.ranks import run
 
 Sizes = dict[str, int]
@@ -42,12 +43,7 @@ def reported(sizes: Sizes, share: bool) -> tuple[tuple[str, ...], int]:
 
 def step_alone(size: int) -> None:
     """What ranks would capture, each by itself."""
-    optimizer = canzona_compile.wrap(torch.optim.Muon([nn.Parameter(torch.ones(size, size))], lr=0.1))
-    share_captures(optimizer)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
-    optimizer.step()
+    Pair(shapes=[(size, size)]).step()
 
 
 @pytest.mark.ranks
