@@ -46,14 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def plans_share_captures() -> Iterator[None]:
-    """Plans made offline need the same captures over and over, and all captures the same checks."""
-    from canzona_compile.tools.planning import offline  # late, see pytest_configure
-    from tests.harness.optimizers import leave_guards_unmeasured, offline_capture
+def captures_are_quick() -> Iterator[None]:
+    """In this process; the one that ranks are forked from does it by itself."""
+    from tests.harness.optimizers import leave_guards_unmeasured, plans_share_captures  # late, see pytest_configure
 
     leave_guards_unmeasured()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offline, "Capture", offline_capture)
+    with plans_share_captures():
         yield
 
 

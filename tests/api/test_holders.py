@@ -12,6 +12,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
 from canzona_compile import CanzonaError, explain
+from tests.harness.frameworks import Proxy
 from tests.harness.pairs import different, feed, parameters, params_of
 
 SHAPES = ((6, 4), (4, 6), (5,))
@@ -58,22 +59,6 @@ class Named:
         self.by_name["muon"].step()
         self.by_name["adamw"].step()
         return float(self.steps)
-
-
-class Proxy:
-    """As Lightning's: all that it has is in the one inside."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.inner = optimizer
-        self.__class__ = type("Proxy", (Proxy, type(optimizer)), {})
-
-    def step(self) -> Any:
-        return self.inner.step()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
 
 def accelerated(optimizers: list[Optimizer]) -> Any:

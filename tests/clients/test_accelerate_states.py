@@ -17,7 +17,7 @@ from canzona_compile import CanzonaError
 from tests.harness.accelerators import accelerator, fsdp2
 from tests.harness.layouts import full
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import different, feed, muon, parameters
+from tests.harness.pairs import different, feed, muon, parameters, wrapped_muon
 from tests.harness.ranks import run
 
 accelerate = pytest.importorskip("accelerate")
@@ -78,7 +78,7 @@ def equal(some: list[Tensor], others: list[Tensor]) -> list[bool]:
 
 def test_prepare_keeps_the_state_of_steps_before_it() -> None:
     """It takes the optimizer's state, moves it to its device and loads it."""
-    plain, wrapped = muon(parameters()), canzona_compile.wrap(muon(parameters()))
+    plain, wrapped = muon(parameters()), wrapped_muon()
     for number in range(4):
         if number == 2:
             with accelerator() as made:
@@ -98,7 +98,7 @@ def scaled(optimizer: Optimizer) -> Any:
 
 def test_a_scaler_steps_the_wrapped_optimizer() -> None:
     """Accelerate puts a step of its own on the instance for the time of a call."""
-    plain, wrapped = muon(parameters()), canzona_compile.wrap(muon(parameters()))
+    plain, wrapped = muon(parameters()), wrapped_muon()
     with accelerator():
         prepared = scaled(wrapped)
         for number in range(3):
@@ -108,7 +108,7 @@ def test_a_scaler_steps_the_wrapped_optimizer() -> None:
             prepared.step()
             assert not prepared.step_was_skipped
     assert different(plain, wrapped) == []
-    assert len(wrapped.canzona.report().tasks) == 2  # type: ignore[attr-defined]
+    assert len(wrapped.canzona.report().tasks) == 2
 
 
 def test_an_optimizer_whose_step_is_hidden_is_refused() -> None:

@@ -29,8 +29,9 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def tiny() -> nn.Sequential:
+    """Of one shape, that little has to be captured."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 6, bias=False))
+    return nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
 
 
 def train(model: nn.Module, optimizer: Optimizer, compiled: bool, rank: int = 0, ranks: int = 1) -> list[Tensor]:

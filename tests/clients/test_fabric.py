@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
+from tests.harness.frameworks import running_ranks
 from tests.harness.layouts import full
 from tests.harness.marks import also, first
 from tests.harness.optimizers import share_captures
@@ -31,9 +31,10 @@ MATRICES = 3
 
 
 def model_of(seed: int = 0) -> Any:
+    """Of one shape, that little has to be captured."""
     torch.manual_seed(seed)
-    layers = [nn.Linear(12, 20, bias=False), nn.SiLU(), nn.Linear(20, 16, bias=False), nn.SiLU()]
-    return nn.Sequential(*layers, nn.Linear(16, 4, bias=False))
+    layers = [nn.Sequential(nn.Linear(12, 12, bias=False), nn.SiLU()) for _ in range(MATRICES)]
+    return nn.Sequential(*layers)
 
 
 def muon(model: Any, wrap: bool, **options: Any) -> Any:
@@ -57,7 +58,7 @@ def step_alone() -> None:
 def loss_of(model: Any, step: int) -> Tensor:
     """On all ranks the same, so that an average over two of them is exact."""
     random = torch.Generator().manual_seed(100 + step)
-    inputs, targets = torch.randn(8, 12, generator=random), torch.randn(8, 4, generator=random)
+    inputs, targets = torch.randn(2, 8, 12, generator=random)
     loss: Tensor = F.mse_loss(model(inputs), targets)
     return loss
 
@@ -197,28 +198,9 @@ def test_what_fabric_put_around_an_optimizer_is_not_wrapped() -> None:
 # -- on ranks ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def ranks_of_this_test() -> Iterator[Any]:
-    """Fabric's word for processes that run already, with a process group that is there already."""
-    from lightning_fabric.plugins.environments import LightningEnvironment
-
-    class Environment(LightningEnvironment):
-        creates_processes_externally = True
-
-        def world_size(self) -> int:
-            return dist.get_world_size()
-
-        def global_rank(self) -> int:
-            return dist.get_rank()
-
-        def local_rank(self) -> int:
-            return dist.get_rank()
-
-    yield Environment()
-
-
 def train_on_ranks(parallelism: str, path: Path) -> tuple[list[str], list[str], int]:
     """Three steps, a checkpoint of whole tensors, fresh objects, three steps more; plain Muon all the way."""
+    from lightning_fabric.plugins.environments import LightningEnvironment
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
     def strategy() -> Any:
@@ -233,8 +215,9 @@ def train_on_ranks(parallelism: str, path: Path) -> tuple[list[str], list[str], 
 
     replicate = dist.group.WORLD if parallelism == "ddp" else None
 
-    def training(environment: Any, seed: int) -> tuple[Any, Any, Any, Any]:
-        fabric = fabric_of(devices=dist.get_world_size(), strategy=strategy(), plugins=[environment])
+    def training(seed: int) -> tuple[Any, Any, Any, Any]:
+        ranks = running_ranks(LightningEnvironment)
+        fabric = fabric_of(devices=dist.get_world_size(), strategy=strategy(), plugins=[ranks])
         model = fabric.setup_module(model_of(seed))
         optimizer = muon(model, wrap=True, replicate=replicate, strategy="owner")
         return fabric, model, optimizer, fabric.setup_optimizers(optimizer)
@@ -242,23 +225,22 @@ def train_on_ranks(parallelism: str, path: Path) -> tuple[list[str], list[str], 
     alone = model_of()
     plain = muon(alone, wrap=False)
     wrong = []
-    with ranks_of_this_test() as environment:
-        fabric, model, inner, optimizer = training(environment, seed=0)
-        for step in range(6):
-            if step == 3:
-                fabric.save(path, {"model": model, "optimizer": optimizer})
-                fabric, model, inner, optimizer = training(environment, seed=1)
-                fabric.load(path, {"model": model, "optimizer": optimizer})
-            with fabric.no_backward_sync(model):
-                fabric.backward(loss_of(model, 2 * step))
-            fabric.backward(loss_of(model, 2 * step + 1))
-            optimizer.step()
-            optimizer.zero_grad()
-            for part in range(2):
-                loss_of(alone, 2 * step + part).backward()
-            plain.step()
-            plain.zero_grad()
-            wrong += [f"{n} after step {step}" for n in different(values(alone, plain), values(model, inner))]
+    fabric, model, inner, optimizer = training(seed=0)
+    for step in range(6):
+        if step == 3:
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+            fabric, model, inner, optimizer = training(seed=1)
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        with fabric.no_backward_sync(model):
+            fabric.backward(loss_of(model, 2 * step))
+        fabric.backward(loss_of(model, 2 * step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in range(2):
+            loss_of(alone, 2 * step + part).backward()
+        plain.step()
+        plain.zero_grad()
+        wrong += [f"{n} after step {step}" for n in different(values(alone, plain), values(model, inner))]
     report = inner.canzona.report()
     return wrong, list(report.fallbacks), len({task.owner for task in report.tasks})
 

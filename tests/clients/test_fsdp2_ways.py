@@ -17,7 +17,7 @@ from torch.optim import Muon
 import canzona_compile
 from tests.harness.layouts import full
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import same_bits
+from tests.harness.pairs import different_params
 from tests.harness.ranks import run
 
 STEPS = 4
@@ -108,21 +108,16 @@ def alone() -> None:
 def train(way: str) -> tuple[list[str], list[str]]:
     """What differs from the plain optimizer after each step, and the names of the tasks."""
     model, whole = WAYS[way](), [p.detach().clone() for p in model_of().parameters()]
-    params = list(model.parameters())
     optimizer, plain = muon(model.named_parameters(), wrap=True), muon(whole, wrap=False)
     wrong: list[str] = []
     for step in range(STEPS):
         loss_of(model, step).backward()
-        for one, param in zip(whole, params, strict=True):
+        for one, param in zip(whole, model.parameters(), strict=True):
             one.grad = full(param.grad)
         optimizer.step()
         optimizer.zero_grad()
         plain.step()
-        wrong += [
-            f"parameter {i} after step {step}"
-            for i, (one, param) in enumerate(zip(whole, params, strict=True))
-            if not same_bits(full(param.detach()), one.detach())
-        ]
+        wrong += [f"{what} after step {step}" for what in different_params(plain, optimizer)]
     report = optimizer.canzona.report()
     assert report.fallbacks == {}
     return wrong, [task.name for task in report.tasks]
@@ -159,11 +154,8 @@ def train_in_backward() -> list[str]:
     wrong: list[str] = []
     for number in range(STEPS):
         loss_of(model, number).backward()
-        wrong += [
-            f"parameter {i} after step {number}"
-            for i, (one, param) in enumerate(zip(whole, params, strict=True))
-            if not same_bits(full(param.detach()), one)
-        ]
+        pairs = [(plain[param], own[param]) for param in params]
+        wrong += [f"parameter {i} after step {number}" for i, pair in enumerate(pairs) if different_params(*pair)]
     assert len(stepped) == STEPS * len(params)
     return wrong
 

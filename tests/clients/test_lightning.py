@@ -15,6 +15,7 @@ from torch.optim import Muon
 from torch.utils.data import DataLoader
 
 import canzona_compile
+from tests.harness.frameworks import running_ranks
 from tests.harness.layouts import full
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
@@ -67,26 +68,12 @@ def train(folder: Path) -> tuple[list[str], int, list[str]]:
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    class Environment(LightningEnvironment):  # type: ignore[misc]
-        """Processes that run already, with a process group that is there already."""
-
-        creates_processes_externally = True
-
-        def world_size(self) -> int:
-            return dist.get_world_size()
-
-        def global_rank(self) -> int:
-            return dist.get_rank()
-
-        def local_rank(self) -> int:
-            return dist.get_rank()
-
     module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
-        plugins=[Environment()],
+        plugins=[running_ranks(LightningEnvironment)],
         max_steps=STEPS,
         default_root_dir=folder,
         logger=False,

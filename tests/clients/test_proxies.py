@@ -10,23 +10,8 @@ from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile import CanzonaError
+from tests.harness.frameworks import Proxy
 from tests.harness.pairs import Pair, feed, params_of, same_bits
-
-
-class Proxy:
-    """Like Lightning's: an optimizer by its class, but all that it has is in the one inside."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.inner = optimizer
-        self.__class__ = type("Proxy", (Proxy, type(optimizer)), {})
-
-    def step(self) -> Any:
-        return self.inner.step()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # asked for by `copy`, before there is one
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
 
 def test_the_optimizer_inside_of_a_proxy_is_wrapped() -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import os
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.docs.scripts import ROOT
 from tests.harness.marks import full
+from tests.harness.ranks import run
 
+EXAMPLES = ROOT / "examples"
 WAYS = [
     ("fsdp", "muon", 2),
     ("zero1", "muon", 2),
@@ -23,14 +31,47 @@ WAYS = [
 ]
 
 
+OPTIONS = "--parallel {} --optimizer {} --ranks {} --batch 8 --steps 2 --verify 2 --untied"
+
+
+def check(printed: str, optimizer: str) -> None:
+    assert printed.count("28 matrices and 19 others bitwise equal to plain") == 2
+    assert ("Muon+AdamW on" if optimizer == "muon" else "AdamW+AdamW on") in printed
+    assert "parameters that each rank updates by itself" in printed
+
+
+def train_here(options: str, meeting_point: str) -> tuple[bool, str]:
+    """What the demo has each of its processes do: whether all went well, and what was printed."""
+    rank, printed = dist.get_rank(), io.StringIO()
+    dist.barrier()  # or the first rank hangs up while another one still connects
+    dist.destroy_process_group()
+    sys.path.insert(0, str(EXAMPLES))
+    demo = importlib.import_module("train_lm")
+    with (
+        mock.patch.object(sys, "argv", ["train_lm.py", *options.split()]),
+        mock.patch.dict(os.environ, COLUMNS="120"),
+        contextlib.redirect_stdout(printed),
+    ):
+        return demo.worker(rank, demo.parse(), meeting_point), printed.getvalue()
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("parallel", "optimizer", "ranks"), [WAYS[0], *(full(*way) for way in WAYS[1:])])
-def test_the_demo_verifies_the_parameters_of_both_optimizers(parallel: str, optimizer: str, ranks: int) -> None:
-    options = f"--parallel {parallel} --optimizer {optimizer} --ranks {ranks} --batch 8 --steps 2 --verify 2"
-    line = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *options.split(), "--untied"]
+def test_the_demo_verifies_the_parameters_of_both_optimizers(
+    parallel: str, optimizer: str, ranks: int, tmp_path: Path
+) -> None:
+    """On ranks that are there already: processes of its own would import torch, each by itself."""
+    options = OPTIONS.format(parallel, optimizer, ranks)
+    found = run(ranks, train_here, options, f"file://{tmp_path}/store", fresh=True, limit=300)
+    assert all(good for good, _ in found)
+    check(found[0][1], optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_the_demo_starts_its_ranks() -> None:
+    line = [sys.executable, str(EXAMPLES / "train_lm.py"), *OPTIONS.format(*WAYS[0]).split()]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("28 matrices and 19 others bitwise equal to plain") == 2
-    assert ("Muon+AdamW on" if optimizer == "muon" else "AdamW+AdamW on") in done.stdout
-    assert "parameters that each rank updates by itself" in done.stdout
+    check(done.stdout, "muon")

@@ -35,7 +35,8 @@ PRELOAD = (
     "torch._inductor.cudagraph_trees",  # the first capture in a process imports it, which takes seconds
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "canzona_compile",
+    "canzona_compile.api.zero1",  # a step's modules, which the package imports when they are used: half a second
+    "canzona_compile.session.session",
     "tests.harness.layouts",
 )
 LIMIT = 300.0  # seconds that a call may take; only a hang takes so long
@@ -151,11 +152,12 @@ def live(end: Connection, log: str) -> None:
 
     It must have one thread: what it forks has no others.
     """
-    from tests.harness.optimizers import leave_guards_unmeasured  # late, see tests/conftest.py
+    from tests.harness.optimizers import leave_guards_unmeasured, plans_share_captures  # late, see tests/conftest.py
 
     write_to(log)
     torch.set_num_threads(1)
     leave_guards_unmeasured()
+    plans_share_captures().start()
     if not torch.accelerator.is_available():
         # The first backward decides how many threads autograd has. A later one could find a device: in a build for
         # CUDA, the first fake tensor on such a device makes torch say that there is one.

@@ -208,6 +208,13 @@ def adopt(capture: Capture, among: Shared, maker: Any = None) -> None:
         setattr(capture, name, part)
 
 
+def plans_share_captures() -> mock._patch[Any]:
+    """A patch: plans made offline need the same captures over and over, and all captures the same checks."""
+    from canzona_compile.tools.planning import offline
+
+    return mock.patch.object(offline, "Capture", offline_capture)
+
+
 def leave_guards_unmeasured() -> None:
     """For the whole process, and those that are forked from it: Dynamo does not measure how long its guards take.
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from canzona_compile.kernels.dispatch import KernelChoice, Tile, recorded, triangle
 from canzona_compile.kernels.sym_gemm import reference, sym_gemm
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
-from tests.harness.marks import crossed, first
+from tests.harness.marks import also, crossed, first
 from tests.kernels.kernel_cases import (
     ALIGNED,
     LAYOUTS,
@@ -43,7 +43,8 @@ KERNELS = (LIBRARY, POINTER, TMA, PAIRS, LOOP, FLAT)
 TRITON = (POINTER, TMA, PAIRS, LOOP, LOOP_PAIRS, FLAT, TALL)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-each_kernel = pytest.mark.parametrize("choice", KERNELS, ids=name_of)
+# Of kernels that differ in their tiles only, one; which tiles fit which sizes is asked apart from that.
+each_kernel = pytest.mark.parametrize("choice", [LIBRARY, POINTER, TMA, LOOP, *also([PAIRS, FLAT])], ids=name_of)
 each_triton_kernel = pytest.mark.parametrize("choice", TRITON, ids=name_of)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -114,10 +115,10 @@ def test_layouts_of_descriptors(choice: KernelChoice, layouts: tuple[str, str]) 
 def test_leading_dims_are_none_or_many_and_broadcast(choice: KernelChoice) -> None:
     one = random(16, 24, dtype=torch.float32)
     close(sym_gemm(one, choice=choice), *product(one, None, None, 1, 0, 0))
-    many = random(2, 1, 3, 16, 24, dtype=torch.float32)
+    many = random(2, 1, 2, 16, 24, dtype=torch.float32)
     c = symmetric(2, 1, 16, 16, dtype=torch.float32)
     result = sym_gemm(many, c=c, beta=1.0, choice=choice)
-    assert result.shape == (2, 2, 3, 16, 16)
+    assert result.shape == (2, 2, 2, 16, 16)
     close(result, *product(many, None, c, 1, 1, 0))
 
 

@@ -106,6 +106,7 @@ def test_what_the_first_step_refuses_is_refused_with_its_words(name: str) -> Non
         assert "wrap that one, self.base" in (caught.value.hint or "")
 
 
+@pytest.mark.usefixtures("captures_shared")
 def test_text_and_data() -> None:
     explanation = canzona_compile.explain(muon(parameters()))
     text = str(explanation)
@@ -121,6 +122,7 @@ def rows_in(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("│") and line.split("│")[1].strip()]
 
 
+@pytest.mark.usefixtures("captures_shared")
 def test_matrices_of_one_shape_and_treatment_are_one_row() -> None:
     explanation = canzona_compile.explain(muon(parameters([(6, 4), (4, 6), (6, 4), (6, 4), (6, 4), (6, 4)])))
     assert [row.name for row in explanation.parameters] == [f"group0.param{i}" for i in range(6)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import canzona_compile
 from canzona_compile.report.units import format_flops
 from tests.harness.layouts import mesh_of
 from tests.harness.optimizers import share_captures
+from tests.harness.pairs import Pair
 from tests.harness.ranks import run
 
 Sizes = dict[str, int]
@@ -39,9 +41,15 @@ def reported(sizes: Sizes, share: bool) -> tuple[tuple[str, ...], int]:
     return report.suggestions, max(load.flops for load in report.loads)
 
 
+def step_alone(size: int) -> None:
+    """What ranks would capture, each by itself."""
+    Pair(shapes=[(size, size)]).step()
+
+
 @pytest.mark.ranks
 def test_what_tensor_parallelism_does_not_cut_can_be_shared() -> None:
-    found, shared = run(4, reported, EVEN, False), run(4, reported, EVEN, True)
+    alone = partial(step_alone, EVEN["q"])
+    found, shared = (run(4, reported, EVEN, share, after=alone) for share in (False, True))
     now, then = max(load for _, load in found), max(load for _, load in shared)
     assert then < now
     for (said,), _ in found:

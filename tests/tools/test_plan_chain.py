@@ -18,6 +18,7 @@ import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.planning.figures import LocalForecast
 from tests.harness.marks import full
+from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
 from tests.session.test_planned_runs import give_gradients
 
@@ -78,13 +79,7 @@ def sharded_run(kind: str) -> dict[str, str]:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    if kind == "three":
-        optimizer = canzona_compile.wrap(three(model), hardware="cpu")
-    else:
-        optimizer = canzona_compile.muon_adamw(model, hardware="cpu")
-    for _ in range(2):
-        give_gradients(list(model.parameters()))
-        optimizer.step()
+    optimizer = stepped(model, kind)
     ran = optimizer.canzona.plan().fingerprint  # type: ignore[attr-defined]
     if dist.get_rank() > 0:
         return {"run": ran}
@@ -97,9 +92,23 @@ def sharded_run(kind: str) -> dict[str, str]:
     return found if kind == "three" else {**found, "its name": planned(meta).fingerprint}
 
 
+def stepped(model: nn.Module, kind: str) -> Any:
+    """A wrapped chain after two steps."""
+    if kind == "three":
+        optimizer = canzona_compile.wrap(three(model), hardware="cpu")
+    else:
+        optimizer = canzona_compile.muon_adamw(model, hardware="cpu")
+    share_captures(optimizer)
+    for _ in range(2):
+        give_gradients(list(model.parameters()))
+        optimizer.step()
+    return optimizer
+
+
 def sharded_alone(kind: str) -> None:
+    """What a rank would capture twice: for its run, and for its plans."""
     model = Decoder()
-    planned(model, optimizer=three(model) if kind == "three" else "muon+adamw")
+    planned(model, optimizer=stepped(model, kind))
 
 
 @pytest.mark.ranks

@@ -22,6 +22,7 @@ from canzona_compile.tools.planning.held import held_by
 from canzona_compile.tools.planning.offline import optimizer_named
 from canzona_compile.tools.planning.plan import model_of
 from tests.end_to_end.test_published_optimizers import MuonAndAdam
+from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
 from tests.session.test_planned_runs import give_gradients
 
@@ -58,9 +59,18 @@ def planned(model: nn.Module, optimizer: Any) -> str:
 
 
 def alone() -> None:
-    with torch.device("meta"):
-        model = Decoder()
-    planned(model, optimizer_of(model, named=False))
+    """What a rank would capture twice: for its run, and for its plans."""
+    model = Decoder()
+    optimizer = optimizer_of(model, named=True)
+    planned(model, optimizer)
+    step_twice(model, optimizer)
+
+
+def step_twice(model: nn.Module, optimizer: Any) -> None:
+    share_captures(canzona_compile.wrap(optimizer, hardware="cpu"))
+    for _ in range(2):
+        give_gradients(list(model.parameters()))
+        optimizer.step()
 
 
 def planned_and_run() -> dict[str, str]:
@@ -71,10 +81,7 @@ def planned_and_run() -> dict[str, str]:
         model.layers[i] = fully_shard(checkpoint_wrapper(layer))
     model = torch.compile(fully_shard(model))
     optimizer = optimizer_of(model, named=True)
-    canzona_compile.wrap(optimizer, hardware="cpu")
-    for _ in range(2):
-        give_gradients(list(model.parameters()))
-        optimizer.step()
+    step_twice(model, optimizer)
     ran = optimizer.canzona.plan().fingerprint
     if dist.get_rank() > 0:
         return {"run": ran}

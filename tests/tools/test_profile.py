@@ -28,7 +28,7 @@ from canzona_compile.tools.profiling.real_trace import real_trace, spans_of
 from tests.harness.samples import grid_of
 from tests.report.test_report import scheduled
 from tests.tools.test_trace import checker, events
-from tests.tools.user_builds import muon
+from tests.tools.user_builds import muon, square_muon
 
 RANKS = 3  # of which one owns nothing
 SPANS = {"look", "agree", "prepare", "begin gather", "wait gather", "compute", "begin scatter", "wait scatter", "apply"}
@@ -38,7 +38,7 @@ SPANS = {"look", "agree", "prepare", "begin gather", "wait gather", "compute", "
 @pytest.mark.usefixtures("forked")
 def test_real_steps_of_ranks(tmp_path: Path) -> None:
     trace, rates = tmp_path / "trace.json", tmp_path / "measured.json"
-    found = profile(muon, ranks=RANKS, steps=2, options={"strategy": "owner"}, trace=trace, rates=rates)
+    found = profile(square_muon, ranks=RANKS, steps=2, options={"strategy": "owner"}, trace=trace, rates=rates)
     check_report(found)
     check_trace(json.loads(trace.read_text()), found)
     hardware = named_hardware(str(rates))

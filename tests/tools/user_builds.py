@@ -35,6 +35,12 @@ def muon() -> Plain:
     return model, Muon(model.parameters(), lr=2e-2)
 
 
+def square_muon() -> Plain:
+    """Two matrices of one shape, that ranks have little to capture."""
+    model = net(24, 24, 24)
+    return model, Muon(model.parameters(), lr=2e-2)
+
+
 def named_muon() -> Plain:
     """The same with names in the groups, by which plans know parameters."""
     model, _ = muon()
@@ -89,7 +95,7 @@ def sabotaged_owners() -> Plain:
             return new
 
         StepDriver.step = broken  # type: ignore[method-assign]
-    return muon()
+    return square_muon()
 
 
 def scaled(template: Template) -> Template:
