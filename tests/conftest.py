@@ -49,9 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def plans_share_captures() -> Iterator[None]:
     """Plans made offline need the same captures over and over, and all captures the same checks."""
     from canzona_compile.tools.planning import offline  # late, see pytest_configure
-    from tests.harness.optimizers import leave_guards_unmeasured, offline_capture
+    from tests.harness.optimizers import keep_what_is_shared, leave_guards_unmeasured, offline_capture
 
     leave_guards_unmeasured()
+    keep_what_is_shared()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "Capture", offline_capture)
         yield

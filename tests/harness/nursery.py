@@ -151,11 +151,12 @@ def live(end: Connection, log: str) -> None:
 
     It must have one thread: what it forks has no others.
     """
-    from tests.harness.optimizers import leave_guards_unmeasured  # late, see tests/conftest.py
+    from tests.harness.optimizers import keep_what_is_shared, leave_guards_unmeasured  # late, see tests/conftest.py
 
     write_to(log)
     torch.set_num_threads(1)
     leave_guards_unmeasured()
+    keep_what_is_shared()
     if not torch.accelerator.is_available():
         # The first backward decides how many threads autograd has. A later one could find a device: in a build for
         # CUDA, the first fake tensor on such a device makes torch say that there is one.
