@@ -48,9 +48,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def captures_are_quick() -> Iterator[None]:
     """In this process; the one that ranks are forked from does it by itself."""
-    from tests.harness.optimizers import leave_guards_unmeasured, plans_share_captures  # late, see pytest_configure
+    from tests.harness.optimizers import (  # late, see pytest_configure
+        keep_what_is_shared,
+        leave_guards_unmeasured,
+        plans_share_captures,
+    )
 
     leave_guards_unmeasured()
+    keep_what_is_shared()
     with plans_share_captures():
         yield
 

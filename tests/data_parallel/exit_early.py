@@ -61,7 +61,7 @@ def train(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     import torch
-    import torch._inductor.cudagraph_trees  # before the fork: the first capture on each rank would import it
+    import torch._dynamo  # before the fork: the first capture on each rank would import it
     import torch.distributed as dist
     from torch import nn
     from torch.optim import SGD

@@ -19,7 +19,7 @@ from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
 from tests.harness.toy_habits import NewData
 
-STEPS = 20
+STEPS = 12
 BUCKETS = 40_000  # bytes: several buckets, uniform and uneven ones
 DTYPES = [torch.float32, torch.bfloat16]
 LIKE_USERS: dict[str, Any] = {"clip": 0.5, "accumulate": 2, "bucket_bytes": BUCKETS}  # beside a schedule

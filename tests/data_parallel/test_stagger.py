@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import canzona_compile
 from tests.data_parallel.checkpoints import gradient, like, part
 from tests.harness.layouts import full, mesh_of
-from tests.harness.optimizers import share_captures, shared_captures
-from tests.harness.pairs import params_of, same_bits
+from tests.harness.optimizers import shared_captures
+from tests.harness.pairs import capture_alone, params_of, same_bits
 from tests.harness.ranks import run
 from tests.session.test_stagger import SHAPES, Periodic
 
@@ -36,13 +36,7 @@ class Matrices(nn.Module):
 
 def alone() -> None:
     """Capture in one process what ranks need."""
-    optimizer = Periodic(list(Matrices().parameters()))
-    canzona_compile.wrap(optimizer)
-    share_captures(optimizer)
-    for _ in range(2):
-        for param in params_of(optimizer):
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+    capture_alone(Periodic(list(Matrices().parameters())))
 
 
 def train(tensor_parallel: bool) -> list[str]:

@@ -7,6 +7,7 @@ import copy
 import threading
 import types
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from torch.optim import Optimizer
 import canzona_compile
 from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness import toy_habits as toys
-from tests.harness.layouts import Case, Laid, full
+from tests.harness.layouts import Case
 from tests.harness.marks import first
-from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
+from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, cube
 
@@ -260,24 +261,14 @@ def test_function_modes_of_users(explained: bool) -> None:
     assert pair.report.fallbacks == {}
 
 
-def new_data(of: str) -> tuple[list[int], set[str]]:
-    values = [p.detach() for p in parameters([(8, 6), (5, 4)])]
-    laid, plain = Laid(values, Case("fsdp", (2,))), toys.NewData([torch.nn.Parameter(v.clone()) for v in values], of=of)
-    wrapped = canzona_compile.wrap(toys.NewData(list(laid.params), of=of))
-    for step in range(3):
-        feed(plain, step)
-        for i, (param, whole) in enumerate(zip(laid.params, params_of(plain), strict=True)):
-            assert whole.grad is not None
-            param.grad = laid.like_param(whole.grad, i)
-        plain.step()
-        wrapped.step()
-    pairs = enumerate(zip(laid.params, params_of(plain), strict=True))
-    hows = {row.how for row in canzona_compile.explain(wrapped).parameters}
-    return [i for i, (a, b) in pairs if not same_bits(full(a), b)], hows
+def new_data(of: str) -> set[str]:
+    pair = Pair(partial(toys.NewData, of=of), ((8, 6), (5, 4)), compares_state=False, case=Case("fsdp", (2,)))
+    pair.steps(3)
+    return {row.how for row in canzona_compile.explain(pair.wrapped).parameters}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("of", ["param", "state"])
 def test_new_data_reaches_fragments(of: str) -> None:
     """Torch changes what holds a fragment then, and the fragment stays: the plain step does nothing on shards."""
-    assert run(2, new_data, of) == [([], {"eager"})] * 2
+    assert run(2, new_data, of) == [{"eager"}] * 2

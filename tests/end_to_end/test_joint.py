@@ -112,7 +112,8 @@ def train_with_nothing_in_one(case: Case) -> tuple[list[bool], list[str]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("ddp", (2,)), Case("fsdp", (2,))], ids=str)
 def test_a_parameter_without_elements(case: Case) -> None:
-    assert run(2, train_with_nothing_in_one, case) == [([True] * 3, ["eager"] * 3)] * 2
+    alone = partial(train_with_nothing_in_one, ALONE)
+    assert run(2, train_with_nothing_in_one, case, after=alone) == [([True] * 3, ["eager"] * 3)] * 2
 
 
 @pytest.mark.ranks

@@ -184,7 +184,7 @@ def undone() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "kind", "moment"), crossed(list(PRECISIONS), list(KINDS), list(MOMENTS), fast=2))
+@pytest.mark.parametrize(("name", "kind", "moment"), crossed(list(PRECISIONS), list(KINDS), list(MOMENTS)))
 def test_precisions(name: str, kind: str, moment: str) -> None:
     check(PRECISIONS[name], kind, moment)
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import canzona_compile
 from tests.harness.layouts import Net, full, mesh_of
 from tests.harness.optimizers import MUON_GROUPS, muon, param_groups, shapes_of, share_captures
+from tests.harness.pairs import capture_alone, parameters
 from tests.harness.ranks import collectives, run
 
 STEPS = 12
@@ -25,13 +26,7 @@ DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, i
 
 def step_alone(dtype: torch.dtype, *shapes: tuple[int, int]) -> None:
     """What ranks would capture, each by itself."""
-    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
-    optimizer = canzona_compile.wrap(torch.optim.Muon(params, lr=2e-2))
-    share_captures(optimizer)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+    capture_alone(torch.optim.Muon(parameters(shapes, dtype), lr=2e-2))
 
 
 def train_own(dtype: torch.dtype) -> tuple[list[bool], int]:
@@ -141,13 +136,7 @@ def train_model(parallelism: str, dtype: torch.dtype) -> tuple[list[bool], float
 
 def groups_alone(dtype: torch.dtype) -> None:
     """What ranks would capture, each by itself."""
-    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes_of(MUON_GROUPS)]
-    optimizer = canzona_compile.wrap(muon(param_groups(MUON_GROUPS, params)))
-    share_captures(optimizer)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+    capture_alone(muon(param_groups(MUON_GROUPS, parameters(shapes_of(MUON_GROUPS), dtype))))
 
 
 @pytest.mark.ranks

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import canzona_compile
+from tests.harness import verdicts
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.training import ALONE
@@ -33,15 +34,20 @@ def of_family(family: str) -> list[Trap]:
     return [trap for trap in TRAPS if trap.family == family]
 
 
-def first_of_families(count: int) -> list[Any]:
-    """The names of all traps of one process; `make test` takes the first ones of each family."""
-    found = []
+def first_of_families() -> list[Any]:
+    """The names of all traps of one process.
+
+    `make test` takes the first two of each family, and the third one where something else becomes of it.
+    """
+    frozen, found = verdicts.TRAPS.lines(), []
     for family in FAMILIES:
-        found += first([trap.name for trap in of_family(family) if PLAIN in trap.layouts], count)
+        names = [trap.name for trap in of_family(family) if PLAIN in trap.layouts]
+        ends = [frozen.get(f"{name} {PLAIN}") for name in names]
+        found += first(names, 2 if ends[2:3] == [] or ends[2] in ends[:2] else 3)
     return found
 
 
-@pytest.mark.parametrize("trap", first_of_families(3))
+@pytest.mark.parametrize("trap", first_of_families())
 def test_in_one_process(trap: str) -> None:
     assert frozen_mistakes(NAMED[trap], verdict(NAMED[trap], ALONE), PLAIN) == []
 

@@ -152,11 +152,16 @@ def live(end: Connection, log: str) -> None:
 
     It must have one thread: what it forks has no others.
     """
-    from tests.harness.optimizers import leave_guards_unmeasured, plans_share_captures  # late, see tests/conftest.py
+    from tests.harness.optimizers import (  # late, see tests/conftest.py
+        keep_what_is_shared,
+        leave_guards_unmeasured,
+        plans_share_captures,
+    )
 
     write_to(log)
     torch.set_num_threads(1)
     leave_guards_unmeasured()
+    keep_what_is_shared()
     plans_share_captures().start()
     if not torch.accelerator.is_available():
         # The first backward decides how many threads autograd has. A later one could find a device: in a build for

@@ -215,6 +215,26 @@ def plans_share_captures() -> mock._patch[Any]:
     return mock.patch.object(offline, "Capture", offline_capture)
 
 
+forgotten = 0  # how often a capture of this process forgot its kinds, see `keep_what_is_shared`
+
+
+def keep_what_is_shared() -> None:
+    """For the whole process, and those that are forked from it: what one capture forgets, those that share it keep.
+
+    After an error ranks forget, and capture anew if they go on. Without this, whatever came after the error on these
+    ranks would do so too, rank by rank.
+    """
+    forget = Capture.forget_kinds
+
+    def forget_kinds(self: Capture) -> None:
+        global forgotten
+        forgotten += 1
+        self.kinds, self._separable = dict(self.kinds), set(self._separable)
+        forget(self)
+
+    Capture.forget_kinds = forget_kinds  # type: ignore[method-assign]
+
+
 def leave_guards_unmeasured() -> None:
     """For the whole process, and those that are forked from it: Dynamo does not measure how long its guards take.
 

@@ -52,6 +52,15 @@ def wrapped_muon(shapes: Iterable[Shape] = TALL_AND_WIDE, **hypers: Any) -> Any:
     return wrapped
 
 
+def capture_alone(optimizer: Optimizer, **options: Any) -> None:
+    """Two wrapped steps of it: in the process that ranks are forked from, what each of them would capture by itself."""
+    share_captures(canzona_compile.wrap(optimizer, **options))
+    for _ in range(2):
+        for param in params_of(optimizer):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     """A default process group of this process alone."""

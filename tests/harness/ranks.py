@@ -9,8 +9,9 @@ that a pool takes a fraction of a second. Work is named by module and function: 
     results = run(4, work, "fsdp", after=partial(work, "plain"))  # what ranks share is made once, before the fork
 
 An exception on any rank is raised here with that rank's traceback; ranks that do not answer in time
-are an error that shows where they hang. Either way the pool is replaced before its next use, and so
-it is where a call left a broken channel, because nothing else can be bound on these ranks.
+are an error that shows where they hang. Either way the pool is replaced before its next use. So it is
+where a call left a broken channel, because nothing else can be bound on these ranks, and where it made
+an optimizer forget its captures, because ranks may have captured other things before.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from canzona_compile.runtime import channel
+from tests.harness import optimizers
 from tests.harness.nursery import Child, answer, call_of, nursery, write_to
 
 PATIENCE = 60.0  # seconds: timeout of the process groups
@@ -264,9 +266,13 @@ def serve(end: Connection, rank: int, world: int, port: int | None, patience: fl
 
 
 def reply(job: bytes) -> bytes:
-    """The answer to a call, pickled, and whether it broke a channel; an answer that cannot be pickled is a failure."""
+    """The answer to a call, pickled, and whether other ranks have to take the place of these.
+
+    An answer that cannot be pickled is a failure.
+    """
+    before = optimizers.forgotten
     done, value = answer(job)
-    broken = any(own.broken for own in channel._living)
+    broken = any(own.broken for own in channel._living) or optimizers.forgotten > before
     try:
         return pickle.dumps((done, value, broken))
     except Exception as error:

@@ -18,6 +18,7 @@ from tests.harness.optimizers import EVEN, Shape, share_captures
 from tests.harness.ranks import PATIENCE
 
 SHAPES: tuple[Shape, ...] = (*EVEN, EVEN[0])
+ALIKE: tuple[Shape, ...] = (EVEN[0],) * 4  # one kind, for what goes on after an error, which is captured anew
 NAMES = ["first", "second", "third", "fourth"]
 
 

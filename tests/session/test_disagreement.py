@@ -17,7 +17,7 @@ from canzona_compile.kernels.dispatch import Problem
 from tests.harness.layouts import Case, full
 from tests.harness.marks import only
 from tests.harness.ranks import run
-from tests.harness.trainer import SHAPES, Outcome, Trainer, check, ready
+from tests.harness.trainer import ALIKE, SHAPES, Outcome, Trainer, check, ready
 
 
 def label(value: Any) -> str:
@@ -100,7 +100,7 @@ def test_kernels_that_were_tuned_on_one_rank_only(tmp_path: Path) -> None:
 def mended(odd: float | str) -> list[str]:
     """Two steps at a rate that rank 1 alone has, then steps at the right one; what was raised, and what differs."""
     case = Case("fsdp", (2,))
-    trainer, alone = Trainer(case), Trainer(Case("plain", ()))
+    trainer, alone = (Trainer(own, shapes=ALIKE) for own in (case, Case("plain", ())))
     right = alone.optimizer.param_groups[0]["lr"]
     said = []
     for step in range(4):

@@ -18,7 +18,7 @@ from canzona_compile.session.step_driver import StepDriver
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed
 from tests.harness.ranks import run
-from tests.harness.trainer import Outcome, Trainer, check, ready
+from tests.harness.trainer import ALIKE, Outcome, Trainer, check, ready
 
 CASES = [Case("fsdp", (3,)), Case("ddp", (2,))]
 Edit = Callable[[Trainer], None]
@@ -113,7 +113,7 @@ def test_addresses_of_objects_do_not_differ() -> None:
 
 def goes_on(case: Case, edit: Edit) -> tuple[list[bool], list[str]]:
     """One rank has a wrong gradient once; all catch the error and go on: beside a run without that step."""
-    trainer, other = Trainer(case), Trainer(case)
+    trainer, other = Trainer(case, shapes=ALIKE), Trainer(case, shapes=ALIKE)
     for own in (trainer, other):
         own.steps(2)
     errors = []

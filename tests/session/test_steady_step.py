@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
@@ -26,6 +27,7 @@ print(*sys.modules)
 """
 
 
+@functools.cache
 def trained(matrices: int) -> Any:
     """Some small matrices after three steps, with gradients for another one."""
     params = [nn.Parameter(torch.randn(SHAPES[i % len(SHAPES)])) for i in range(matrices)]
@@ -59,8 +61,8 @@ def calls_of_a_step(matrices: int) -> int:
 
 
 def test_a_matrix_more_costs_few_calls() -> None:
-    few, many = calls_of_a_step(64), calls_of_a_step(128)
-    assert (many - few) / 64 <= MOST_CALLS
+    few, many = calls_of_a_step(32), calls_of_a_step(64)
+    assert (many - few) / 32 <= MOST_CALLS
 
 
 def test_small_matrices_that_nobody_sends_are_one_micro_group() -> None:
