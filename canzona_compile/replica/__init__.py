@@ -1,1 +1,24 @@
-"""Copies of optimizers: what they hold, what may be copied, and what is watched between steps."""
+"""Copies of optimizers: what they hold, what may be copied, and what is watched between steps.
+
+What it means that something changed, by where it lies. "Follow" means that the next step sees it.
+
+Between steps, with who looks:
+
+    value of a group           twin.signature     float: follow, and capture again at zero; else capture again
+    number that steps count    nobody             the step writes it; with one object per matrix each has its own
+    number on self             AttributeWatch     follow
+    other plain value on self  AttributeWatch     follow and rehearse again, three times at most
+    inside of self's values    AttributeWatch     number: follow; else rehearse again; with own objects refuse
+    number, text on a param    session.held       plan again
+    other value on a param     AttributeWatch     rehearse again
+    form of the state          param_kind.held    another kind of parameter
+
+During a step, as rehearsals and captures find out:
+
+    number beside the state    step_alone         it counts steps; anything but a number is refused
+    global, closure, class     Outside            refuse, and put back; generators of Python and numpy as well
+    torch's generators         randomness.Dice    each matrix gets an object of its own
+    self and groups, coupled   eager.publish      every rank is shown plain values; others are refused
+    more than an own object
+    kept when it was planned   own_object, late   refuse when state is saved
+"""

@@ -39,7 +39,8 @@ MUON_GROUPS = (
     GroupSpec(((17, 31),), {"nesterov": True, "adjust_lr_fn": "original", "momentum": 0.8}),
     GroupSpec(((5, 40),), {"nesterov": False, "adjust_lr_fn": "original", "weight_decay": 0.3}),
 )
-EVEN = ((48, 24), (24, 60), (12, 36))  # rows that divide by 2, 3 and 4
+# Rows that divide by 2, 3 and 4, and rows that do not.
+EVEN, UNEVEN = ((48, 24), (24, 60), (12, 36)), ((31, 17), (17, 31), (5, 40))
 # Stacks of experts: entries that ranks cannot share evenly, or fewer than there are ranks. Their dims are
 # such that a batched product of any number of entries gives the bits of the single ones.
 STACK_GROUPS = (
