@@ -25,16 +25,20 @@ STEPS, SAVES = 100, 10
 def data_elsewhere() -> Iterator[None]:
     """As on devices: there the data of the default group goes through NCCL, and gloo is for the host alone.
 
-    The only data of such a step is the one element with which ranks wait for one another.
+    The only data of such a step is the one element with which ranks wait for one another; before the first one, the
+    all-to-all that connects them.
     """
-    own, plain = dist.new_group(backend="gloo"), dist.all_reduce
+    own, plain, exchange = dist.new_group(backend="gloo"), dist.all_reduce, dist.all_to_all_single
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.is_floating_point() and threading.current_thread() is threading.main_thread():
             kwargs["group"] = own
         return plain(tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, "all_reduce", all_reduce):
+    def all_to_all(*args: Any, **kwargs: Any) -> Any:
+        return exchange(*args, **{**kwargs, "group": own})
+
+    with mock.patch.multiple(dist, all_reduce=all_reduce, all_to_all_single=all_to_all):
         yield
 
 
