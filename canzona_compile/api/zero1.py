@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.model_plan import agreed_plan
 from canzona_compile.data_parallel.session import OwnerSession
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, CanzonaWarning
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
@@ -133,6 +134,7 @@ def zero1(
     )
     each = options_of(optimizers, options, model)
     params, meshes = trained_params(model, optimizers, options.layout, ranks)
+    notice_one_rank(group, meshes)
     device = next(iter(params.values())).device
     agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
     either = group.shard or group.replicate
@@ -154,6 +156,20 @@ def zero1(
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer
+
+
+def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> None:
+    """Warn if this rank shares gradients with none, although the job has others and nothing is sharded over them."""
+    others = dist.get_world_size() - 1
+    if others and not meshes and group.size * group.replicas == 1:
+        warnings.warn(
+            CanzonaWarning(
+                f"mesh= has one rank, and the job has {others} more: gradients are not reduced between ranks. To train "
+                'one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. With pipeline stages of one '
+                "rank each, ignore this."
+            ),
+            stacklevel=3,
+        )
 
 
 def trained_params(

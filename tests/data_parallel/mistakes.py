@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import canzona_compile
+from canzona_compile.errors import CanzonaWarning
 from tests.data_parallel.models import CHEAP, MAKERS, Model, batch
 from tests.harness.layouts import mesh_of
 from tests.harness.optimizers import shared_captures
@@ -141,6 +143,19 @@ def unfrozen_later() -> None:
     train(model, optimizers)
     model.blocks[0].up.weight.requires_grad_(True)
     train(model, optimizers)
+
+
+def mesh_of_one_rank() -> list[str]:
+    """What is warned of a mesh dim with one rank, and of the dim that has all of them."""
+    mesh = mesh_of((dist.get_world_size(), 1), ("dp", "tp"))
+    found = []
+    for dim in ("tp", "dp"):
+        model = nn.Linear(8, 8)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            canzona_compile.zero1(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh[dim])
+        found += [f"{dim}: {one.message}" for one in caught if isinstance(one.message, CanzonaWarning)]
+    return found
 
 
 def under_ddp() -> None:

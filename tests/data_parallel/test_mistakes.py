@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.data_parallel.mistakes import rate_set_right, said, step_alone
+from tests.data_parallel.mistakes import mesh_of_one_rank, rate_set_right, said, step_alone
 from tests.harness.marks import also, first, full
 from tests.harness.ranks import Died, run
 
@@ -90,3 +90,9 @@ def test_a_rank_that_dies(where: str) -> None:
     one, two = run(2, said, "dies", where, fresh=True, dying=[1], after=AFTER)
     assert isinstance(two, Died)
     assert "no answer from rank 1" in one
+
+
+@pytest.mark.ranks
+def test_a_mesh_of_one_rank_reduces_nothing_and_says_so() -> None:
+    for warned in run(2, mesh_of_one_rank):
+        assert [one.partition(",")[0] for one in warned] == ["tp: mesh= has one rank"]
