@@ -165,7 +165,7 @@ def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> N
         warnings.warn(
             CanzonaWarning(
                 f"mesh= has one rank, and the job has {others} more: gradients are not reduced between ranks. To train "
-                'one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. With pipeline stages of one '
+                'one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. For pipeline stages of one '
                 "rank each, ignore this."
             ),
             stacklevel=3,

@@ -82,8 +82,8 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
         all_reduce(values, op, cut.groups(), watch)
         found[own] = values
     norms = list(found.unbind())
-    if not infinite:
-        cut_ones = [i for i, fragment in enumerate(present) if fragment.spread]
+    cut_ones = [i for i, fragment in enumerate(present) if fragment.spread and not infinite]
+    if cut_ones:
         for i, root in zip(cut_ones, powers([norms[i] for i in cut_ones], 1.0 / norm_type), strict=True):
             norms[i] = root
     own_dtypes = [norm.to(fragment.param.dtype) for fragment, norm in zip(present, norms, strict=True)]

@@ -32,14 +32,13 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.replica.snapshot import (
     ATOMS,
     CACHED,
-    COMPILERS,
     SETS,
     Snapshot,
     attributes_of,
     cells_of,
-    comes_from,
     defaults_of,
     held_by,
+    is_compiled,
     is_plain_object,
 )
 
@@ -63,7 +62,8 @@ SHARED: tuple[Any, ...] = (
 # Their modules hold handles, threads, modes of tensors, and what torch's compiler knows; one copy of these is right.
 MACHINERY = (
     *("asyncio", "concurrent", "ctypes", "logging", "multiprocessing", "queue", "selectors", "socket", "ssl"),
-    *("subprocess", "threading", "torch._C", "torch._subclasses", *COMPILERS),
+    *("subprocess", "threading", "triton"),
+    *("torch._C", "torch._dynamo", "torch._functorch", "torch._inductor", "torch._ops", "torch._subclasses"),
     *("torch.cuda.graphs", "torch.cuda.streams", "torch.distributed", "torch.fx.experimental"),
     *("torch.multiprocessing", "torch.overrides", "torch.utils._python_dispatch"),
 )
@@ -146,7 +146,7 @@ class Copies:
             return own[kind]
         if kind in VALUES:
             return self._reconstructed
-        if hasattr(kind, "__del__"):  # it would run once more
+        if is_compiled(kind) or hasattr(kind, "__del__"):  # a copy is no operator; a finalizer would run once more
             return self._keep
         by_base: dict[tuple[type, ...], Way] = {
             (torch.Generator,): lambda one: one.clone_state(),
@@ -296,7 +296,8 @@ def is_shared(kind: type) -> bool:
         return True
     if issubclass(kind, HOLDERS):
         return False
-    return comes_from(kind, MACHINERY)
+    modules = [str(getattr(base, "__module__", "")) for base in kind.__mro__]
+    return any(module == name or module.startswith(f"{name}.") for module in modules for name in MACHINERY)
 
 
 def is_plain(kind: type) -> bool:

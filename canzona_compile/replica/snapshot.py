@@ -33,7 +33,8 @@ CODE = (functools.partial, types.MethodType, types.FunctionType, types.Generator
 UNOPENED = (np.ndarray, np.generic, io.IOBase, *COUNTERS, *SETS)  # that hold nothing which is looked into
 # Not looked into. Loggers and handlers lead to all others of the process, and they remember which levels are on.
 OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator, logging.Filterer, logging.LoggerAdapter)
-# Their modules hold what kernels and operators know of themselves, which changes when they are first called.
+# Objects of these modules' classes are kernels and operators, which note their first call and what they compiled. Of
+# them only the functions are looked into that users gave them.
 COMPILERS = (
     *("torch._dynamo", "torch._functorch", "torch._inductor", "torch._library", "torch._ops", "torch.library"),
     "triton",
@@ -67,7 +68,6 @@ class Snapshot:
         self.found: Contents = {}
         self.undo: list[Callable[[], None]] = []
         self._seen: dict[int, tuple[str, Any]] = {}  # with the value, so that its id is not given to another
-        self._compiled: dict[type, bool] = {}  # whether objects of a class are kernels or operators
 
     def add(self, place: str, value: Any) -> None:
         """Look at a value and all that it holds."""
@@ -78,7 +78,7 @@ class Snapshot:
             self.found[place] = label
         elif isinstance(value, ATOMS):
             self.found[place] = type(value).__name__, value if value == value else "nan"
-        elif self._is_opaque(value):
+        elif isinstance(value, OPAQUE) or (callable(value) and not hasattr(value, "__dict__")):
             self.found[place] = self._name_of(value)
         elif id(value) in self._seen:
             self.found[place] = "the same as", self._seen[id(value)][0]
@@ -94,12 +94,6 @@ class Snapshot:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that were looked at, by the place where each was first."""
         return ((place, value) for place, value in self._seen.values() if isinstance(value, Tensor))
-
-    def _is_opaque(self, value: Any) -> bool:
-        kind = type(value)
-        if kind not in self._compiled:
-            self._compiled[kind] = not issubclass(kind, Tensor | nn.Module) and comes_from(kind, COMPILERS)
-        return self._compiled[kind] or isinstance(value, OPAQUE) or (callable(value) and not hasattr(value, "__dict__"))
 
     def _look_into(self, place: str, value: Any) -> None:
         self.found[place] = self._described(value)
@@ -171,8 +165,16 @@ def held_by(value: Any) -> Iterator[Held]:
         yield Held("__wrapped__", inspect.unwrap(value))
     elif isinstance(value, types.FunctionType):
         yield from itertools.starmap(Held, (*cells_of(value), *defaults_of(value)))
+    elif is_compiled(type(value)):
+        yield from (held for held in attributes_of(value) if functions_in(held.value))
     elif is_plain_object(value):
         yield from attributes_of(value)
+
+
+def functions_in(value: Any) -> bool:
+    """Whether a value is a function, or a dict of functions and nothing else."""
+    entries = list(value.values()) if isinstance(value, dict) else [value]
+    return bool(entries) and all(isinstance(entry, types.FunctionType) for entry in entries)
 
 
 def entries_of(value: Any) -> Iterator[Held]:
@@ -195,10 +197,11 @@ def is_plain_object(value: Any) -> bool:
     return not isinstance(value, (Tensor, Mapping, *SEQUENCES, *CODE, *UNOPENED))
 
 
-def comes_from(kind: type, modules: tuple[str, ...]) -> bool:
-    """Whether a class, or a base of it, was written in some modules, or in one below them."""
-    own = [str(getattr(base, "__module__", "")) for base in kind.__mro__]
-    return any(module == name or module.startswith(f"{name}.") for module in own for name in modules)
+def is_compiled(kind: type) -> bool:
+    """Whether objects of a class are kernels or operators; not those of a class that users derive from theirs."""
+    own = str(getattr(kind, "__module__", ""))
+    held = issubclass(kind, Tensor | nn.Module)
+    return not held and any(own == name or own.startswith(f"{name}.") for name in COMPILERS)
 
 
 def restorer(value: Any) -> Callable[[], Any] | None:
@@ -212,7 +215,7 @@ def restorer(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, io.IOBase):
         place = written_to(value)
         return functools.partial(cut_off, value, place[1]) if place and isinstance(place[1], int) else None
-    own = getattr(value, "__dict__", None) if is_plain_object(value) else None
+    own = getattr(value, "__dict__", None) if is_plain_object(value) and not is_compiled(type(value)) else None
     return functools.partial(refill, own, "update", dict(own)) if isinstance(own, dict) else None
 
 

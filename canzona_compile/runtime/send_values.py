@@ -11,6 +11,8 @@ from torch import Tensor
 
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.program_ops import Watch
+from canzona_compile.replica.memory import memory_of
+from canzona_compile.replica.snapshot import ATOMS
 
 LARGE = 2**16  # bytes; tensors from this size on are sent as they are, smaller ones with the pickled values
 ALIGNED = 16  # bytes; large tensors begin at multiples of it, so that any dtype may be read there
@@ -64,7 +66,14 @@ def send_values(values: Any, source: int, group: dist.ProcessGroup, device: torc
 
 
 def without_large(values: Any) -> tuple[Any, dict[LargeTensor, Tensor]]:
-    """Put a `LargeTensor` in the place of every large tensor that is nothing but its elements."""
+    """Put a `LargeTensor` in the place of every large tensor that is nothing but its elements.
+
+    Nothing is replaced where tensors may be in objects, or share memory with others: pickle keeps both.
+    """
+    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(values)}.values()
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not all(isinstance(leaf, (Tensor, *ATOMS)) for leaf in leaves) or len(memory_of(*tensors)) < len(tensors):
+        return values, {}
     found: dict[int, LargeTensor] = {}
     large: dict[LargeTensor, Tensor] = {}
 
@@ -82,7 +91,7 @@ def without_large(values: Any) -> tuple[Any, dict[LargeTensor, Tensor]]:
 
 def is_large(value: Any) -> bool:
     """Whether a value is a plain tensor, contiguous and without history, that is sent beside the pickled values."""
-    plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+    plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad and not vars(value)
     return plain and value.nbytes >= LARGE and value.is_contiguous() and not value.is_quantized
 
 

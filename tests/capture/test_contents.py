@@ -41,4 +41,33 @@ def test_kernels_and_operators_are_not_looked_into() -> None:
     again.add("self.kernel", kernel)
     again.add("self.operator", operator)
     assert again.found == before
-    assert [*before] == ["self.kernel", "self.operator"]
+    assert not any("cache" in place or "handle" in place for place in before)
+
+
+def test_what_users_functions_in_operators_count_is_seen() -> None:
+    box = {"calls": 0}
+
+    def counted(value: torch.Tensor) -> torch.Tensor:
+        box["calls"] += 1
+        return value * 3
+
+    made = torch.library.custom_op(
+        "canzona_tests::counted", counted, mutates_args=(), schema="(Tensor value) -> Tensor"
+    )
+    walk = Snapshot(bits=False)
+    walk.add("self.fn", made)
+    assert any(place.endswith("['calls']") for place in walk.found)
+
+
+class Counting(torch.library.Library):
+    """A user's class, which keeps a number beside what its base holds."""
+
+    def __init__(self) -> None:
+        super().__init__("canzona_counting", "FRAGMENT")
+        self.calls = 0
+
+
+def test_users_subclasses_of_operators_are_looked_into() -> None:
+    walk = Snapshot(bits=False)
+    walk.add("self.library", Counting())
+    assert "self.library.calls" in walk.found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from canzona_compile.rehearsal import fingerprints
+from canzona_compile.rehearsal import declared_writes, fingerprints
 from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.real_sizes import casts, coupled_at_real_sizes, taken
 from canzona_compile.rehearsal.rehearsal import default_names, rehearse
@@ -239,12 +239,25 @@ class ByTable(PerParameter):
         by_table(param, grad, self.table, self.rate)
 
 
+@pytest.fixture
+def overstated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package of `by_table` is one whose operators are known to declare too much."""
+    monkeypatch.setattr(declared_writes, "OVERSTATED", {"canzona_tests"})
+
+
+@pytest.mark.usefixtures("overstated")
 def test_what_is_declared_to_be_written_and_is_not_couples_nothing() -> None:
     matrices = [nn.Parameter(torch.zeros(64, 48)), nn.Parameter(torch.zeros(48, 64))]
     assert coupled(lambda params: ByTable(params, 0.1), matrices) == ""
     assert coupled(lambda params: ByTable(params, -0.1), matrices) == "group0.param0"
 
 
+def test_operators_of_unknown_packages_write_what_they_declare() -> None:
+    matrices = [nn.Parameter(torch.zeros(64, 48)), nn.Parameter(torch.zeros(48, 64))]
+    assert coupled(lambda params: ByTable(params, 0.1), matrices) == "group0.param0"
+
+
+@pytest.mark.usefixtures("overstated")
 def test_a_declared_call_that_is_too_large_to_be_made_couples() -> None:
     assert coupled(lambda params: ByTable(params, 0.1), huge((50_000, 20_000), (20_000, 50_000))) == "group0.param0"
     mixed = huge((50_000, 20_000), (20, 50))
