@@ -1,0 +1,44 @@
+"""Clipping by norms of any order, beside torch's own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Muon
+
+import canzona_compile
+from tests.harness.layouts import mesh_of
+from tests.harness.ranks import run
+
+ORDERS = (0.0, 1.0, 2.0, 3.0, math.inf)
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+
+
+def found() -> list[bool]:
+    """For each order, whether all gradients have the norm that torch finds on one device."""
+    mesh, same = mesh_of((dist.get_world_size(),), ("dp",)), []
+    batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    for order in ORDERS:
+        model, plain = made(), made()
+        optimizer: Any = canzona_compile.zero1(model, Muon(model.parameters()), mesh=mesh)
+        for one in (model, plain):
+            one(batch).square().mean().backward()
+        ours = optimizer.canzona.clip_grad_norm_(1.0, norm_type=order)
+        theirs = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type=order)
+        same.append(torch.equal(ours, theirs))
+    return same
+
+
+@pytest.mark.ranks
+def test_norms_of_any_order() -> None:
+    """Muon's matrices have one owner each, so that the bits are torch's."""
+    assert run(2, found) == [[True] * len(ORDERS)] * 2
