@@ -22,9 +22,8 @@ OVERSTATED = {"bitsandbytes"}  # packages whose operators declare to write table
 MOST_ELEMENTS = 2**24  # of all tensors of a call that is made to see what it writes
 SCALES = (1.0, 1e4, 0.0, float("nan"))  # of the values that such calls are given
 
-DeclaredCall = tuple[
-    tuple[Any, ...], Mapping[str, Any]
-]  # the arguments of an operator, with tensors that have no values
+# The arguments of an operator, with tensors that have no values.
+DeclaredCall = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class DeclaredWrites:
