@@ -9,12 +9,11 @@ from typing import ClassVar
 import torch
 
 from canzona_compile.analysis.roofline import once_around
-from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
+from canzona_compile.ir.bucket import Bucket, BucketSlice, aligned
 from canzona_compile.ir.step import Form, Step, Task
 from canzona_compile.machine.hardware import Machine, hardware_of
 
 SMALLEST_CUT = 16384  # elements: a cut makes one more tensor to update on every step, more than it evens out
-MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,8 @@ class FormBuckets:
             for part in slices:
                 lengths[part.owner] = aligned(part.offset + part.length)
             uneven = Bucket(index, weights[0].dtype, tuple(slices), tuple(lengths), uniform=False, ranks=self.ranks)
-            even = replace(uneven, uniform=True)
-            if even.starts[-1] - uneven.starts[-1] <= MOST_PADDING * uneven.elements:
-                candidates.append(even)
+            if uneven.may_be_uniform:
+                candidates.append(replace(uneven, uniform=True))
             candidates.append(uneven)
         return min(candidates, key=lambda b: seconds(b, machine))  # of equal ones the first: uniform, level
 
@@ -159,11 +157,6 @@ def rooms(length: Sequence[int], rest: int) -> list[int]:
         if count == len(order) or level <= order[count]:
             break
     return [max(0, level - own) for own in length]
-
-
-def aligned(elements: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def seconds(bucket: Bucket, machine: Machine) -> float:

@@ -28,6 +28,7 @@ from canzona_compile.data_parallel.norms import check_reduced, clip_by_norm, cut
 from canzona_compile.data_parallel.reduction import Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, problem_of, some
+from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import laid_out_like
 from canzona_compile.runtime.meeting import Purpose, meet_all
@@ -209,21 +210,22 @@ class Zero1:
             return
         present = self.reduction.present
         updated = self._names[session] & present
-        if self.gather == "step":  # a bucket with parameters of two optimizers is gathered after both
-            self._gather([i for i, held in enumerate(self._held) if held & updated])
+        if self.gather == "step":  # of a bucket that optimizers share, what this one may have updated
+            own, part = self._names[session], self.gathering.filling.part
+            self._gather([part(i, own) for i, held in enumerate(self._held) if held & updated])
             return
         self._stepped = [done | held & updated for held, done in zip(self._held, self._stepped, strict=True)]
         pairs = enumerate(zip(self._held, self._stepped, strict=True))
-        self._gather([i for i, (held, done) in pairs if done and held & present <= done])
+        self._gather([self.buckets[i] for i, (held, done) in pairs if done and held & present <= done])
 
-    def _gather(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            self._stepped[index] = frozenset()
-        self.gathering.queue(indices)
+    def _gather(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self._stepped[bucket.index] = frozenset()
+        self.gathering.queue(buckets)
         if self.forward is None:
             self.gathering.wait()
         else:
-            self.forward.updated(indices)
+            self.forward.updated(bucket.index for bucket in buckets)
 
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
@@ -231,7 +233,7 @@ class Zero1:
             if not torch.is_grad_enabled():
                 self._meet()  # this rank may be the only one that reads
             self._agree("gathering of stepped parameters", {})
-            self._gather([i for i, done in enumerate(self._stepped) if done])
+            self._gather([self.buckets[i] for i, done in enumerate(self._stepped) if done])
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole on this rank.
@@ -334,7 +336,7 @@ class Zero1:
         for part in fragment.slices:
             elements = own[part].clone() if part in own else whole.new_empty(part.length)
             send(self.group, elements, part.owner, self.reduction.waiter)
-            fragment.parts[part].put(whole, elements)
+            fragment.parts[part.key].put(whole, elements)
         found = laid_out_like(whole, fragment.param)
         full: Tensor = found.full_tensor() if isinstance(found, DTensor) else found
         return full

@@ -32,6 +32,7 @@ class Filling:
         self.buckets_of = {
             name: frozenset(self._index[part.name] for part in fragment.slices) for name, fragment in fragments.items()
         }
+        self._parts: dict[tuple[int, frozenset[str]], Bucket] = {}
 
     @classmethod
     def of(cls, joint: ModelPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
@@ -58,6 +59,21 @@ class Filling:
     def holder(self, part: BucketSlice) -> Fragment:
         """The parameter that a slice is part of."""
         return self._holders[part.name]
+
+    def part(self, index: int, names: frozenset[str]) -> Bucket:
+        """What a bucket holds of some parameters, as a bucket; the bucket itself if it holds no others.
+
+        Args:
+            index: the position of the bucket.
+            names: the parameters, those of one optimizer; the result is kept.
+        """
+        bucket = self.buckets[index]
+        if names.issuperset(self.names[index]):
+            return bucket
+        if (index, names) not in self._parts:
+            wanted = [part for part in bucket.slices if self._holders[part.name].name in names]
+            self._parts[index, names] = bucket.of(wanted)
+        return self._parts[index, names]
 
     def bucket_of(self, part: BucketSlice) -> Bucket:
         """The bucket that a slice lies in."""

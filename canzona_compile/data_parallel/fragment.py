@@ -38,7 +38,7 @@ class Fragment:
             copy. If the parameter is one matrix that is not cut, its double has its shape.
         owned: the slices of which this rank is the owner, in the order of the doubles.
         slices: all of its slices, those of other owners included.
-        parts: by slice, what it is to the view. It takes elements out of a contiguous tensor shaped like the fragment.
+        parts: by the key of a slice, what it is to the view. It takes elements out of a contiguous tensor shaped like the fragment.
     """
 
     def __init__(
@@ -69,10 +69,12 @@ class Fragment:
         self.view: ParamView = SlicesView(name, param, slices) if division is None else division
         by_name = {part.name: part for part in self.view.parts}
         self.parts = (
-            {s: by_name[s.name] for s in slices} if division else dict(zip(slices, self.view.parts, strict=True))
+            {s.key: by_name[s.name] for s in slices}
+            if division
+            else {s.key: part for s, part in zip(slices, self.view.parts, strict=True)}
         )
         self.owned = tuple(part for part in slices if part.owner == rank)
-        self.view.show([self.parts[part] for part in self.owned])
+        self.view.show([self.parts[part.key] for part in self.owned])
 
     @property
     def doubles(self) -> tuple[nn.Parameter, ...]:

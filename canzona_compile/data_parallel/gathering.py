@@ -59,14 +59,14 @@ class Gathering:
         """The indices of the buckets that are not here yet."""
         return frozenset([b.index for b in self._waiting] + [p.bucket.index for p in self._pending])
 
-    def queue(self, indices: Iterable[int]) -> None:
+    def queue(self, buckets: Iterable[Bucket]) -> None:
         """Note that buckets have to be gathered.
 
         Args:
-            indices: those of the buckets whose parameters were updated. Every rank must give the same ones.
+            buckets: those whose parameters were updated, or parts of them. Every rank must give the same ones.
         """
         self.unsettled = True
-        self._waiting.extend(self.filling.buckets[i] for i in sorted(indices, reverse=True))
+        self._waiting.extend(sorted(buckets, key=lambda bucket: -bucket.index))
 
     def start(self) -> None:
         """Start the first buckets in the queue; each further one starts when an earlier one has arrived."""
@@ -77,7 +77,7 @@ class Gathering:
             for part in bucket.by_owner[self.group.rank]:
                 fragment = self.filling.holder(part)
                 targets.append(shard[part.offset : part.offset + part.length])
-                sources.append(fragment.parts[part].of(fragment.values()).view(-1))
+                sources.append(fragment.parts[part.key].of(fragment.values()).view(-1))
             copy_all(targets, sources)
             self._pending.append(gather(self.group, bucket, shard))
 
@@ -100,9 +100,9 @@ class Gathering:
                 start = bucket.starts[part.owner] + part.offset
                 fragment = self.filling.holder(part)
                 values, own = fragment.values(), pending.result[start : start + part.length]
-                place = fragment.parts[part].place(values)
+                place = fragment.parts[part.key].place(values)
                 if place is None:
-                    fragment.parts[part].put(values, own)
+                    fragment.parts[part.key].put(values, own)
                 else:
                     targets.append(place)
                     sources.append(own.view(place.shape))

@@ -276,7 +276,7 @@ class Reduction:
                 target.zero_()
                 continue
             targets.append(target)
-            sources.append(fragment.parts[part].of(grad).view(-1))
+            sources.append(fragment.parts[part.key].of(grad).view(-1))
         copy_all(targets, sources)
         return filled.mul_(share)  # one launch for the whole bucket
 

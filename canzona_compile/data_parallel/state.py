@@ -95,7 +95,7 @@ def sent(state: State, fragment: Fragment, part: BucketSlice, group: DataParalle
         return Unlaid(local) if isinstance(value, DTensor) else local
 
     def laid(value: Any) -> Any:
-        return fragment.view.labelled(value.local, fragment.parts[part]) if isinstance(value, Unlaid) else value
+        return fragment.view.labelled(value.local, fragment.parts[part.key]) if isinstance(value, Unlaid) else value
 
     found: Any = pytree.tree_map(bare, dict(state))
     if group.shard is not None:

@@ -7,13 +7,15 @@ calls the first property atomicity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 ALIGNMENT = 64  # elements: slices begin at multiples of it, so that vectorized kernels see whole vectors
 BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user asks for another one
+MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class BucketSlice:
     length: int
     owner: int
     offset: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which elements it has, wherever a bucket holds them."""
+        return self.name, self.start
 
     @property
     def stop(self) -> int:
@@ -93,6 +100,22 @@ class Bucket:
         return sum(part.length for part in self.slices)
 
     @property
+    def may_be_uniform(self) -> bool:
+        """Whether the padding that equal shards need is within its limit."""
+        padded = max(self.lengths, default=0) * len(self.lengths)
+        return padded - sum(self.lengths) <= MOST_PADDING * self.elements
+
+    def of(self, slices: Iterable[BucketSlice]) -> Bucket:
+        """A bucket of some of its slices, without gaps between them. They stay with their owners."""
+        lengths = [0] * len(self.lengths)
+        packed = []
+        for part in slices:
+            packed.append(replace(part, offset=lengths[part.owner]))
+            lengths[part.owner] = aligned(lengths[part.owner] + part.length)
+        found = replace(self, slices=tuple(packed), lengths=tuple(lengths), uniform=False)
+        return replace(found, uniform=found.may_be_uniform)
+
+    @property
     def padding(self) -> int:
         """The number of elements that padding and alignment add."""
         return self.starts[-1] - self.elements
@@ -111,3 +134,8 @@ class Bucket:
     def by_owner(self) -> tuple[tuple[BucketSlice, ...], ...]:
         """The slices of each owner."""
         return tuple(tuple(p for p in self.slices if p.owner == owner) for owner in range(len(self.lengths)))
+
+
+def aligned(elements: int) -> int:
+    """Round up to a multiple of ALIGNMENT."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT

@@ -20,14 +20,15 @@ def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
         assert found.shared
         # The announcement on the host, a reduction per bucket, and one exchange of who has gradients.
         assert found.backward == 1 + found.buckets + 1
-        # Each optimizer announces its step. A bucket with parameters of both is gathered after each of them, so that
-        # parameters are whole when either returns.
-        assert found.step == OPTIMIZERS + owners * (found.buckets + found.shared if gather == "step" else 0)
+        # Each optimizer announces its step. Of a bucket with parameters of both, each gathers its own, so that they are
+        # whole when its step returns. An owner that has none of them sends nothing.
+        most = owners * (found.buckets + found.shared if gather == "step" else 0)
+        assert most - found.shared <= found.step - OPTIMIZERS <= most
         assert found.forward == owners * (found.buckets if gather == "forward" else 0)
         assert 1 <= found.started - 1 < found.buckets  # the last gradient was not there yet
         assert found.late == (gather == "forward")
         assert found.reduced == FP32 * (found.elements + found.padding) // 2
-        assert found.gathered >= found.reduced  # buckets of both optimizers go twice under "step"
+        assert FP32 * found.elements // 2 <= found.gathered <= 1.03 * found.reduced  # each parameter once
         assert found.padding <= 0.03 * found.elements
 
 

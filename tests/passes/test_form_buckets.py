@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
+from canzona_compile.ir.bucket import ALIGNMENT, MOST_PADDING, Bucket, BucketSlice, aligned
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
@@ -20,7 +20,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.passes import FormBuckets, planning_passes, zero1_passes
-from canzona_compile.passes.form_buckets import MOST_PADDING, SMALLEST_CUT, Weight, aligned, fill, in_buckets, seconds
+from canzona_compile.passes.form_buckets import SMALLEST_CUT, Weight, fill, in_buckets, seconds
 from tests.harness.marks import first
 from tests.harness.samples import grid_of, muon_step
 from tests.harness.untimed import untimed
