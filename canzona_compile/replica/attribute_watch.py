@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
-from canzona_compile.replica.twin import other_attributes
+from canzona_compile.replica.twin import any_attributes, other_attributes
 
 MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
@@ -91,8 +91,9 @@ class AttributeWatch:
             if name not in counters:
                 walk.add(name, value)
         found = walk.found
-        for i, param in enumerate(p for group in own.param_groups for p in group["params"]):
-            if vars(param) and (odd := other_attributes(param)):
+        params = [p for group in own.param_groups for p in group["params"]]
+        for i, param in enumerate(params if any_attributes(params) else ()):
+            if odd := other_attributes(param):
                 walk = Snapshot(by_form, bits=False, most=MOST_OF_PARAMETER)
                 for name, value in odd.items():
                     walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ def rebound(attributes: Mapping[str, Any], optimizer: Optimizer, twin: Optimizer
         k: types.MethodType(v.__func__, twin) if isinstance(v, types.MethodType) and v.__self__ is optimizer else v
         for k, v in attributes.items()
     }
+
+
+def any_attributes(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether users gave attributes to one of these tensors. This is asked on each step, so it loops in C."""
+    return not all(name.startswith("_") for name in set[str]().union(*map(vars, tensors)))
 
 
 def plain_attributes(param: Tensor) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import InvalidGradient, some
 from canzona_compile.rehearsal.rehearsal import Rehearsal
+from canzona_compile.replica.twin import any_attributes
 from canzona_compile.session.params import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.plan import Plan
 
@@ -38,6 +40,7 @@ class StepGradients:
             view.reuses = not self.habits.aliases
         self._params = {name: b.param for name, b in plan.bound.items()}
         self._dtypes = {name: b.kind.grad_dtype for name, b in plan.bound.items()}
+        self._specs: dict[str, Any] = dict.fromkeys(self._params)  # of the gradients that were checked last
 
     # -- before a step -------------------------------------------------------------------------------
 
@@ -60,17 +63,19 @@ class StepGradients:
         for name, grad in self.found.items():
             check_attributes(grad, name, self.habits.asks_layout)
             check_gradient(self._params[name], name, self._dtypes[name])
+            self._specs[name] = spec_of(grad)
 
     def _as_planned(self) -> bool:
         """Tell whether `check` has nothing to look at. This is asked on each step, so it loops in C."""
         grads, names = self.found.values(), self.found.keys()
-        if self.habits.asks_layout or any(map(vars, grads)):
+        if self.habits.asks_layout or any_attributes(grads):
             return False
         own = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
         parts = [p._local_tensor if isinstance(p, DTensor) else p for p in map(self._params.__getitem__, names)]
         forms = list(zip(map(attrgetter("shape"), parts), map(self._dtypes.__getitem__, names), strict=True))
         layouts = set(map(attrgetter("layout"), own))
-        return list(map(attrgetter("shape", "dtype"), own)) == forms and layouts <= {torch.strided}
+        spread = list(map(spec_of, grads)) == list(map(self._specs.get, names))  # FSDP2 gives them the same objects
+        return spread and list(map(attrgetter("shape", "dtype"), own)) == forms and layouts <= {torch.strided}
 
     def check_presence(self, ready: Iterable[str]) -> None:
         """Raise InvalidGradient if the optimizer would notice that a gradient is missing, or a parameter frozen.
@@ -123,3 +128,8 @@ class StepGradients:
         self.found = {}
         for view in reversed(self._views):
             view.give_back()
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """How a DTensor lies on its mesh; None for any other tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None

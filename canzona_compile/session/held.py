@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from canzona_compile.errors import CanzonaError, InvalidGradient
 from canzona_compile.ir.layout import local_part
 from canzona_compile.replica.leaves import CONTAINERS
-from canzona_compile.replica.twin import plain_attributes
+from canzona_compile.replica.twin import any_attributes, plain_attributes
 
 Entry = tuple[Callable[[Any], Any], Any, Any]  # what reads a container, a key in it, and what lies there
 REMOVED = object()
@@ -123,7 +123,7 @@ class HeldParameters:
         return [*map(Tensor.data_ptr, parts), *map(attrgetter("dtype"), parts)]
 
     def _marks_now(self) -> dict[str, dict[str, Any]]:
-        if not any(map(vars, self.params.values())):
+        if not any_attributes(self.params.values()):
             return {}
         return {name: marks for name, param in self.params.items() if (marks := plain_attributes(param))}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from canzona_compile.capture.param_kind import ParamKind
@@ -18,6 +19,7 @@ from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
+NAME_OF_TASK = attrgetter("task.name")
 VariantAssignment = tuple[tuple[str, int, Names], ...]  # each entry: a template, the label of its numbers, its tasks
 
 
@@ -120,7 +122,7 @@ class VariantSelection:
             if (path.template, label) in self._scalars:
                 label = len(self.optimizer.param_groups) + len(self._scalars)
             self._scalars[path.template, label] = path.scalars
-            names = tuple(b.task.name for b in own)
+            names = tuple(map(NAME_OF_TASK, own))
             self.current.append(SameCounters(kind, names, path.template, label, path.scalars, path.counters))
 
     @property
@@ -161,8 +163,8 @@ class VariantSelection:
         self, kind: ParamKind, group: int, counters: tuple[Any, ...], members: Sequence[BoundParam]
     ) -> list[tuple[VariantPath, list[BoundParam]]]:
         """Find the paths of parameters with equal counters: one path, unless some do periodic work earlier."""
-        own: dict[int, list[BoundParam]] = {}
-        for b in members:
+        own: dict[int, list[BoundParam]] = {} if self.ahead else {0: list(members)}
+        for b in members if self.ahead else ():
             own.setdefault(self.ahead.get(b.task.name, 0), []).append(b)
         others = {steps: self._ask_ahead(kind, group, counters, steps) for steps in own if steps}
         here = self._ask(kind, group, counters)  # last, so that the twin ends with the counters of the parameters

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.layouts import Case, local
@@ -88,6 +88,23 @@ DIFFERENCES = [
 def test_one_rank_differs(case: Case, difference: tuple[Edit, set[str], tuple[str, ...]]) -> None:
     edit, errors, words = difference
     check(run(case.world, differs, case, edit, after=ready()), errors, *words)
+
+
+def unsummed_gradient(case: Case) -> Outcome:
+    trainer = Trainer(case)
+    trainer.steps(3)
+    trainer.gradients()
+    param: Any = trainer.params[2]
+    placements = [Partial() if p.is_replicate() else p for p in param.placements]
+    param.grad = DTensor.from_local(local(param.grad), param.device_mesh, placements, shape=param.shape, stride=param.stride())
+    return trainer.last_step()
+
+
+@pytest.mark.ranks
+def test_gradients_that_become_partial_are_refused() -> None:
+    """Their fragments have the shapes that the plan was made for, and other values than the plan takes them for."""
+    case = Case("hsdp", (2, 1))
+    check(run(case.world, unsummed_gradient, case, after=ready()), {"InvalidGradient"}, "third", "Partial")
 
 
 class Callback:
