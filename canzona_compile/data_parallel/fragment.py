@@ -38,7 +38,8 @@ class Fragment:
             copy. If the parameter is one matrix that is not cut, its double has its shape.
         owned: the slices of which this rank is the owner, in the order of the doubles.
         slices: all of its slices, those of other owners included.
-        parts: by the key of a slice, what it is to the view. It takes elements out of a contiguous tensor shaped like the fragment.
+        parts: by the key of a slice, what it is to the view. It takes elements out of a contiguous tensor that is
+            shaped like the fragment.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class StepGradients:
         for name, grad in self.found.items():
             check_attributes(grad, name, self.habits.asks_layout)
             check_gradient(self._params[name], name, self._dtypes[name])
-            self._specs[name] = spec_of(grad)
+            self._specs[name] = grad._spec if isinstance(grad, DTensor) else None
 
     def _as_planned(self) -> bool:
         """Tell whether `check` has nothing to look at. This is asked on each step, so it loops in C."""
@@ -74,8 +74,12 @@ class StepGradients:
         parts = [p._local_tensor if isinstance(p, DTensor) else p for p in map(self._params.__getitem__, names)]
         forms = list(zip(map(attrgetter("shape"), parts), map(self._dtypes.__getitem__, names), strict=True))
         layouts = set(map(attrgetter("layout"), own))
-        spread = list(map(spec_of, grads)) == list(map(self._specs.get, names))  # FSDP2 gives them the same objects
-        return spread and list(map(attrgetter("shape", "dtype"), own)) == forms and layouts <= {torch.strided}
+        specs = [g._spec if isinstance(g, DTensor) else None for g in grads]  # FSDP2 gives them the same objects
+        return (
+            specs == list(map(self._specs.get, names))
+            and list(map(attrgetter("shape", "dtype"), own)) == forms
+            and layouts <= {torch.strided}
+        )
 
     def check_presence(self, ready: Iterable[str]) -> None:
         """Raise InvalidGradient if the optimizer would notice that a gradient is missing, or a parameter frozen.
@@ -128,8 +132,3 @@ class StepGradients:
         self.found = {}
         for view in reversed(self._views):
             view.give_back()
-
-
-def spec_of(tensor: Tensor) -> Any:
-    """How a DTensor lies on its mesh; None for any other tensor."""
-    return tensor._spec if isinstance(tensor, DTensor) else None

@@ -96,7 +96,9 @@ def unsummed_gradient(case: Case) -> Outcome:
     trainer.gradients()
     param: Any = trainer.params[2]
     placements = [Partial() if p.is_replicate() else p for p in param.placements]
-    param.grad = DTensor.from_local(local(param.grad), param.device_mesh, placements, shape=param.shape, stride=param.stride())
+    param.grad = DTensor.from_local(
+        local(param.grad), param.device_mesh, placements, shape=param.shape, stride=param.stride()
+    )
     return trainer.last_step()
 
 
