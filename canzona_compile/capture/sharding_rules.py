@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, plain_attributes, step_plainly
@@ -22,21 +22,22 @@ DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @uninterrupted
-def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> dict[str, Tensor]:
-    """Take a step with a whole parameter of this kind, drop it, and return the tensors of its state by name.
+def state_after_a_step(optimizer: Optimizer, like: ParamExample) -> dict[str, Tensor]:
+    """Take a step with a whole parameter like this one, drop it, and return the tensors of its state by name.
 
     Returns:
         Nothing if the step fails.
     """
+    spec = like.spec
     with undisturbed(spec.device):
-        like = spec.parameter(lambda dtype: torch.randn(spec.shape, device=spec.device).to(dtype))
-        twin = make_twin(optimizer, group, [like])
+        param = spec.parameter(lambda dtype: torch.randn(spec.shape, device=spec.device).to(dtype))
+        twin = make_twin(optimizer, like.group, [param])
         try:
             with as_written():
                 step_plainly(twin)
         except Exception:  # whatever it is: then the step of the real parameter will raise it
             return {}
-    leaves = state_leaves(twin.state.get(like) or {})
+    leaves = state_leaves(twin.state.get(param) or {})
     return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,3 +52,20 @@ class ParameterSpec:
         param.grad = values(self.grad_dtype)
         vars(param).update(self.marks)
         return param
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ParamExample:
+    """A parameter on which the optimizer's code is captured or tried.
+
+    Attributes:
+        group: its parameter group.
+        spec: its shape, dtypes and device.
+        name: its name, for errors.
+        state: its portable state, of which only the form matters; None if it has none yet.
+    """
+
+    group: Mapping[str, Any]
+    spec: ParameterSpec
+    name: str = ""
+    state: Mapping[str, Any] | None = None

@@ -28,7 +28,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.object_state import saved_shapes
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.bound import BoundParam, Described
@@ -279,7 +279,7 @@ class Binder:
             return saved_shapes(state)
         if kind.recorder is not None:
             return {leaf.name: leaf.shape for leaf in kind.state}
-        made = state_after_a_step(self.optimizer, self.optimizer.param_groups[own.group], own.spec)
+        made = state_after_a_step(self.optimizer, self._example(own, own.spec, state))
         return {leaf: tuple(value.shape) for leaf, value in made.items()}
 
     def _kind(self, own: Described) -> tuple[Layout, ParamKind]:
@@ -288,7 +288,7 @@ class Binder:
         If it is a stack of independent matrices whose first dimension is sharded, the result describes this rank's
         entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
         """
-        kind = self._captured(own.group, own.spec, own.name, own.state)
+        kind = self.capture.kind_of(self._example(own, own.spec, own.state))
         entries = None if kind.coupled is not None or elementwise(kind) else self._entries(own, kind)
         return entries or (own.layout, kind)
 
@@ -306,13 +306,15 @@ class Binder:
         parts: dict[int, ParamKind] = {}
         for number in numbers:
             spec = replace(own.spec, shape=(number, *whole[1:]), part=True)
-            parts[number] = self._captured(own.group, spec, own.name, state_of_entries(own.state, whole[0], number))
+            state = state_of_entries(own.state, whole[0], number)
+            parts[number] = self.capture.kind_of(self._example(own, spec, state))
             if not same_but_sizes(kind, parts[number]):
                 return None
         return layout, parts[layout.shape[0]]
 
-    def _captured(self, group: int, spec: ParameterSpec, name: str, state: State | None) -> ParamKind:
-        return self.capture.kind_of(self.optimizer.param_groups[group], spec, name, state or None)
+    def _example(self, own: Described, spec: ParameterSpec, state: State | None) -> ParamExample:
+        """What the optimizer's code is captured on for a matrix, or for some entries of it."""
+        return ParamExample(self.optimizer.param_groups[own.group], spec, own.name, state or None)
 
     def _missing_rule(self, group: int, param: DTensor) -> str:
         key = (group, param.shape, param.placements, param.device_mesh)

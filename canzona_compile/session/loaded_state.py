@@ -16,7 +16,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.construction import atoms_of
 from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.leaves import keys_of, leaf_name, read
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.twin import plain_attributes
 
 
@@ -62,7 +62,7 @@ def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) 
     shape = tuple(min(size, 4) for size in param.shape)
     marks = tuple(sorted(plain_attributes(param).items()))
     spec = ParameterSpec(shape, param.dtype, param.dtype, torch.device("cpu"), marks)
-    return {name: value.dtype for name, value in state_after_a_step(optimizer, group, spec).items()}
+    return {name: value.dtype for name, value in state_after_a_step(optimizer, ParamExample(group, spec)).items()}
 
 
 def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
