@@ -24,6 +24,7 @@ from canzona_compile.eager.nodes import EagerStep, coupled_templates, interprete
 from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.step import Role, Template
+from canzona_compile.ir.variant_period import variant_period_of
 from canzona_compile.rehearsal.diagnosis import NamesByGroup
 from canzona_compile.rehearsal.rehearsal import Rehearsal, closure_problem
 from canzona_compile.rehearsal.ways import Ways
@@ -86,12 +87,11 @@ class Capture:
         Raises:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
         """
-        style = signature(like.group, self.group_counters())
-        key: KindKey = (like.spec, style)
         state = like.state
+        key: KindKey = (like.spec, signature(like.group, self.group_counters()))
         kind = self._known(key, replace(like, state=None))
         if state and (kind.transitional or (kind.recorder is not None and held(state) != kind.held)):
-            key = (like.spec, style, held(state))
+            key = (*key, held(state))
             kind = self._known(key, like)
         while kind.recorder is not None:
             try:
@@ -103,7 +103,9 @@ class Capture:
             except FormChange as reason:
                 return self._transitional(like, str(reason))
             except Untraceable as reason:
-                self.kinds[key] = kind = self._otherwise(kind, like, str(reason))
+                last = kind.by_dispatch
+                kind = self.interpreted(like.spec, str(reason)) if last else self._capture(like, failed=str(reason))
+                self.kinds[key] = kind
         return kind
 
     def _known(self, key: KindKey, like: ParamExample) -> ParamKind:
@@ -124,7 +126,7 @@ class Capture:
             del self.kinds[key]
             shown = self.ways.check_rehearsed(manner, like.name, self.rehearse())
         if shown is not None:
-            kind = self._resident(spec, shown) if shown.coupled is None else self._coupled(spec, shown.coupled)
+            kind = self._as_rehearsed(spec, shown)
         assert kind is not None
         self.kinds[key] = kind
         return kind
@@ -246,10 +248,6 @@ class Capture:
             return ParamKind(recorder, {}, tensors, recorder.counters())
         return self.interpreted(like.spec, "; by dispatch: ".join(dict.fromkeys(reasons)))
 
-    def _otherwise(self, kind: ParamKind, like: ParamExample, why: str) -> ParamKind:
-        """Make the kind that a kind becomes whose recorder met what it cannot capture."""
-        return self.interpreted(like.spec, why) if kind.by_dispatch else self._capture(like, failed=why)
-
     def _capture_ahead(self, key: KindKey, like: ParamExample) -> ParamKind:
         """Capture a kind in the first way that can, periodic work included.
 
@@ -287,7 +285,7 @@ class Capture:
         }
         # A task that is ahead takes one graph with the numbers of another, which must be the same numbers then.
         if recorder.reads_counters or len(numbers) == 1:
-            kind.note_period(path, counters)
+            kind.variant_period = variant_period_of(path, counters)
         return None
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
@@ -344,17 +342,17 @@ class Capture:
             changes.add(str((python_leaves(like.state or {}), self.elsewhere())))
             kind.transitional = len(changes) <= MOST_FORM_CHANGES
 
-    def _resident(self, spec: ParameterSpec, rehearsal: Rehearsal) -> ParamKind:
-        """Make a kind whose every step is that of an optimizer object of its own, on an owner rank."""
-        why = f"one whole optimizer object per matrix, because {rehearsal.resident}"
-        template = interpreted_template(self._label(spec), spec, why, target=EagerStep(name="resident_step"))
-        log.info("%s is resident: %s", template.name, why)
-        return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
-
-    def _coupled(self, spec: ParameterSpec, update: CoupledUpdate) -> ParamKind:
-        """Make a kind whose owner rank steps all parameters at once."""
-        why = f"one rank steps all parameters at once, because {update.reason}"
-        return ParamKind(None, {**coupled_templates(self._label(spec), spec, why)}, (), {}, coupled=update)
+    def _as_rehearsed(self, spec: ParameterSpec, shown: Rehearsal) -> ParamKind:
+        """Make a kind whose owner rank steps all parameters at once, or each by an optimizer object of its own."""
+        label = self._label(spec)
+        if shown.coupled is not None:
+            why = f"one rank steps all parameters at once, because {shown.coupled.reason}"
+            templates = coupled_templates(label, spec, why)
+        else:
+            why = f"one whole optimizer object per matrix, because {shown.resident}"
+            templates = {None: interpreted_template(label, spec, why, target=EagerStep(name="resident_step"))}
+        log.info("%s is eager: %s", label, why)
+        return ParamKind(None, {**templates}, (), {}, recipe=shown.recipe, coupled=shown.coupled)
 
     def _label(self, spec: ParameterSpec) -> str:
         kind = plain_class(self.optimizer).__name__.lower()

@@ -157,7 +157,7 @@ class OwnerSession(Session):
                 stand_in = None if known.stand_in is None else known.stand_in.of(double)
                 with at_parameter(fragment.name):
                     described = binder.describe(fragment.name, known.param_group, double, stand_in)
-                    found = binder.bind_one(known.task.index, described)
+                    found = binder.bind_one(known.task.index, binder.divide(described))
                 yield from (replace(b, rehearsed=None if stand_in else fragment.param) for b in found)
                 continue
             name = f"{fragment.name}[{part.start}:{part.stop}]"

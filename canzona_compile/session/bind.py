@@ -109,7 +109,7 @@ class Binder:
         for own in (one for one in self._named if one[0] not in (refused or ())):
             try:
                 with at_parameter(own[0]):
-                    found += self.bind_one(len(found), self.describe(*own))
+                    found += self.bind_one(len(found), self.divide(self.describe(*own)))
             except CanzonaError as error:
                 if refused is None:
                     raise
@@ -144,6 +144,22 @@ class Binder:
         )
         entries = partial(laid, 1) if cut_along_experts(shown) else None
         return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)
+
+    def divide(self, own: Described) -> Described:
+        """Find out whether `split=` divides a parameter, and whether its fragments can be put together.
+
+        Args:
+            own: what is known of it.
+
+        Raises:
+            UnsupportedLayout: the split does not fit its shape.
+        """
+        split = chosen(self.options.split, own.name, own.layout.shape)
+        strided = None if own.stand_in is None else own.stand_in.strided(split)
+        if split is None or strided:
+            return replace(own, strided=strided)
+        box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
+        return replace(own, pieces=PiecesView(own.name, own.param, split, box))
 
     def _layout(self, shown: Tensor, view: FragmentView | None, batch_dims: int = 0) -> Layout:
         """How a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
@@ -184,22 +200,16 @@ class Binder:
         Raises:
             CanzonaError: the parameter is not supported.
         """
-        split = chosen(self.options.split, own.name, own.layout.shape)
-        strided = None if own.stand_in is None else own.stand_in.strided(split)
-        pieces = None
-        if split is not None and not strided:
-            box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
-            pieces = PiecesView(own.name, own.param, split, box)
-        own = replace(own, state=self._state(own, pieces))
-        if pieces is not None:
-            pieces.show()
-            states = pieces.state_in(own.state or {})
-            bound = [self.bind_piece(index + i, own, pieces, i, state) for i, state in enumerate(states)]
-            if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
-                return bound
-            whole = self.bind_whole(index, own, strided)  # elementwise work gives on it what it gives on pieces
-            return [whole] if all(same_but_sizes(whole.kind, b.kind) for b in bound) else self.by_piece(own, bound)
-        return [self.bind_whole(index, own, strided)]
+        own, pieces = replace(own, state=self._state(own)), own.pieces
+        if pieces is None:
+            return [self.bind_whole(index, own)]
+        pieces.show()
+        states = pieces.state_in(own.state or {})
+        bound = [self.bind_piece(index + i, own, pieces, i, state) for i, state in enumerate(states)]
+        if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
+            return bound
+        whole = self.bind_whole(index, own)  # elementwise work gives on it what it gives on pieces
+        return [whole] if all(same_but_sizes(whole.kind, b.kind) for b in bound) else self.by_piece(own, bound)
 
     def by_piece(self, own: Described, bound: Sequence[BoundParam]) -> list[BoundParam]:
         """Let owners step pieces whose update is elementwise, but depends on their sizes."""
@@ -210,23 +220,22 @@ class Binder:
             for b, kind in zip(bound, kinds, strict=True)
         ]
 
-    def bind_whole(self, index: int, own: Described, strided: CanzonaError | None = None) -> BoundParam:
+    def bind_whole(self, index: int, own: Described) -> BoundParam:
         """Bind a parameter, or a slice of one, that is no fused parameter to its optimizer.
 
         Args:
             index: the index of its task.
             own: what is known of it, with its state.
-            strided: raised if ranks would have to put its fragments together; None if they can.
         """
         layout, kind = self._kind(own)
         local = elementwise(kind)
-        if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):
+        if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own, own.param)):
             entries = self._entries(own, kind)
             layout = layout if entries is None else entries[0]
             spec = replace(own.spec, shape=layout.shape, part=entries is not None)
             kind, local = self.capture.interpreted(spec, reason), False
-        if strided and not local:
-            raise strided
+        if own.strided and not local:
+            raise own.strided
         if not local:
             check_gathers(layout, own.state or {})
         return bound_to(index, own, layout, kind)
@@ -255,7 +264,7 @@ class Binder:
         )
         return bound_to(index, piece, *self._kind(piece))
 
-    def _state(self, own: Described, pieces: PiecesView | None) -> State | None:
+    def _state(self, own: Described) -> State | None:
         """The portable state of a parameter; of a plain fragment with DTensors as leaves."""
         view = own.stand_in
         if view is None:
@@ -264,8 +273,8 @@ class Binder:
         if not state:
             return None
         found = view.lookalikes(state)
-        if pieces is not None:
-            view.whole_leaves = pieces.own_leaves(found)
+        if own.pieces is not None:
+            view.whole_leaves = own.pieces.own_leaves(found)
         elif found:
             shapes = self._shapes_in(own, state)
             whole = {leaf for leaf in found if shapes.get(leaf, own.layout.shape) != own.layout.shape}
@@ -279,7 +288,8 @@ class Binder:
             return saved_shapes(state)
         if kind.recorder is not None:
             return {leaf.name: leaf.shape for leaf in kind.state}
-        made = state_after_a_step(self.optimizer, self._example(own, own.spec, state))
+        group = self.optimizer.param_groups[own.group]
+        made = state_after_a_step(self.optimizer, ParamExample(group, own.spec))
         return {leaf: tuple(value.shape) for leaf, value in made.items()}
 
     def _kind(self, own: Described) -> tuple[Layout, ParamKind]:
@@ -288,7 +298,7 @@ class Binder:
         If it is a stack of independent matrices whose first dimension is sharded, the result describes this rank's
         entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
         """
-        kind = self.capture.kind_of(self._example(own, own.spec, own.state))
+        kind = self._captured(own)
         entries = None if kind.coupled is not None or elementwise(kind) else self._entries(own, kind)
         return entries or (own.layout, kind)
 
@@ -307,19 +317,20 @@ class Binder:
         for number in numbers:
             spec = replace(own.spec, shape=(number, *whole[1:]), part=True)
             state = state_of_entries(own.state, whole[0], number)
-            parts[number] = self.capture.kind_of(self._example(own, spec, state))
+            parts[number] = self._captured(replace(own, spec=spec, state=state))
             if not same_but_sizes(kind, parts[number]):
                 return None
         return layout, parts[layout.shape[0]]
 
-    def _example(self, own: Described, spec: ParameterSpec, state: State | None) -> ParamExample:
-        """What the optimizer's code is captured on for a matrix, or for some entries of it."""
-        return ParamExample(self.optimizer.param_groups[own.group], spec, own.name, state or None)
+    def _captured(self, own: Described) -> ParamKind:
+        group = self.optimizer.param_groups[own.group]
+        return self.capture.kind_of(ParamExample(group, own.spec, own.name, own.state or None))
 
-    def _missing_rule(self, group: int, param: DTensor) -> str:
-        key = (group, param.shape, param.placements, param.device_mesh)
+    def _missing_rule(self, own: Described, param: DTensor) -> str:
+        key = (own.group, param.shape, param.placements, param.device_mesh)
         if key not in self._rules:
-            self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[group], param)
+            group = self.optimizer.param_groups[own.group]
+            self._rules[key] = missing_rule(self.optimizer, ParamExample(group, own.spec), param)
         return self._rules[key]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec
@@ -62,6 +63,8 @@ class Described:
         name: of its task.
         group: the index of its parameter group.
         param, stand_in, division: as of `BoundParam`.
+        pieces: shows its pieces, if it is a fused parameter.
+        strided: raised if ranks would have to put its fragments together; None if they can.
         layout: where its fragments lie.
         spec: what the optimizer's code can see of it.
         state: its portable state; None or empty if it has none.
@@ -76,4 +79,6 @@ class Described:
     spec: ParameterSpec
     state: State | None = None
     division: PiecesView | None = None
+    pieces: PiecesView | None = None
+    strided: CanzonaError | None = None
     layout_of_entries: Callable[[], Layout] | None = None
