@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.fake_twin import FakeTwin
-from canzona_compile.capture.recording import storage_of
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.leaves import state_leaves
+from canzona_compile.replica.memory import given_to, storage_of
 from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.replica.raised import NoCollectives, Untraceable
 
@@ -79,8 +79,7 @@ class Labels(NoCollectives):
     ) -> Any:
         self.check(func)
         found = func(*args, **(kwargs or {}))
-        declared = func._schema.arguments
-        given = {a.name: value for a, value in zip(declared, args, strict=False)} | (kwargs or {})
+        declared, given = func._schema.arguments, given_to(func, args, kwargs or {})
         fresh = [given.pop(a.name) for a in declared if a.is_out and fills_memory(given.get(a.name))]
         written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
         # Entry i of what a `_foreach_` operator gives depends on entries i alone.

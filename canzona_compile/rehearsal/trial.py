@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import NoCollectives
-from canzona_compile.replica.snapshot import Contents, Snapshot, bits_of, changed
+from canzona_compile.replica.snapshot import Contents, Label, Snapshot, bits_of, changed
 from canzona_compile.replica.twin import as_written
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
@@ -141,7 +141,7 @@ def run(small: Miniature, scenario: Scenario, stepping: Stepping) -> RehearsedSt
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
         for param in small.params:
             param.grad = None
-        walk = walk_of(small)
+        walk = walk_of(small.optimizer, small.params, small.label)
         found.after.append(walk.found | stepping.objects())
         places = [place for place, value in walk.tensors() if memory_of(value) & gradients.memory]
         found.aliases |= dict.fromkeys(re.sub(r"the state of parameter \d+", "self.state[param]", p) for p in places)
@@ -227,13 +227,13 @@ def texts_written(found: RehearsedSteps) -> list[str]:
 
 def contents_of(small: Miniature) -> Contents:
     """Everything that a miniature holds now, by place."""
-    return walk_of(small).found
+    return walk_of(small.optimizer, small.params, small.label).found
 
 
-def walk_of(small: Miniature) -> Snapshot:
-    """Look at everything that a miniature holds now."""
-    optimizer, walk = small.optimizer, Snapshot(lambda v: small.label(v))
-    for i, param in enumerate(small.params):
+def walk_of(optimizer: Optimizer, params: Sequence[Tensor], label: Label) -> Snapshot:
+    """Look at everything that an optimizer holds now."""
+    walk = Snapshot(label)
+    for i, param in enumerate(params):
         values = Snapshot()
         values.add(f"parameter {i}", param)
         walk.found.update(values.found)

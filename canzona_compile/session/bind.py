@@ -29,7 +29,6 @@ from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.object_state import saved_shapes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.params import check_disjoint, named_params
@@ -138,10 +137,7 @@ class Binder:
         shown = param if view is None else view.param
         laid = partial(self._layout, shown, view)
         layout = laid()
-        grad_dtype = param.dtype if param.grad is None else param.grad.dtype
-        spec = ParameterSpec(
-            layout.shape, param.dtype, grad_dtype, param.device, tuple(sorted(plain_attributes(param).items()))
-        )
+        spec = ParameterSpec.of(param, layout.shape)
         entries = partial(laid, 1) if cut_along_experts(shown) else None
         return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)
 

@@ -160,11 +160,10 @@ class Cells:
 
     def _made(self, task: Task, bound: BoundParam) -> OwnObject:
         assert bound.kind.recipe is not None
-        param, g = bound.param, bound.param_group
+        g = bound.param_group
         recipe = self._renewed(bound.kind.recipe)
         began = self.began[g] if g < len(self.began) else None
-        marks = tuple(sorted(plain_attributes(bound.origin).items()))
-        spec = ParameterSpec(task.shape, param.dtype, bound.kind.grad_dtype, param.device, marks)
+        spec = ParameterSpec.of(bound.origin, task.shape, bound.kind.grad_dtype)
         try:
             return OwnObject(recipe, task.name, spec, self.optimizer.param_groups[g], began)
         except NotConstructible as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from canzona_compile.replica.construction import atoms_of
 from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.leaves import keys_of, leaf_name, read
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from canzona_compile.replica.twin import plain_attributes
 
 
 def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -60,8 +60,7 @@ def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) 
     if own_attributes(optimizer).keys() - {"defaults"} - atoms_of(optimizer).keys():
         return {}
     shape = tuple(min(size, 4) for size in param.shape)
-    marks = tuple(sorted(plain_attributes(param).items()))
-    spec = ParameterSpec(shape, param.dtype, param.dtype, torch.device("cpu"), marks)
+    spec = replace(ParameterSpec.of(param, shape, param.dtype), device=torch.device("cpu"))
     return {name: value.dtype for name, value in state_after_a_step(optimizer, ParamExample(group, spec)).items()}
 
 
