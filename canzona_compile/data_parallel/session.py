@@ -22,7 +22,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
-from canzona_compile.session.bind import Binder, at_parameter
+from canzona_compile.session.bind import Binder, at_parameter, bound_to
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step
 from canzona_compile.session.plan import Plan, make_plan
@@ -149,9 +149,10 @@ class OwnerSession(Session):
             if fragment.division is not None:
                 source = fragment.division.source if known.stand_in is None else known.stand_in.source
                 fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
-                bound = binder.bind_piece(known.task.index, fused, fragment.division, at, state)
+                piece = replace(fused.shown_by(fragment.division)[at], state=state)
                 # To the plan the double is a parameter like any other.
-                yield replace(bound, division=None, stand_in=None)
+                own = replace(piece, division=None, stand_in=None)
+                yield bound_to(known.task.index, own, *binder.layout_and_kind(piece))
                 continue
             if not fragment.cut:
                 stand_in = None if known.stand_in is None else known.stand_in.of(double)

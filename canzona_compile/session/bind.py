@@ -142,20 +142,22 @@ class Binder:
         return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)
 
     def divide(self, own: Described) -> Described:
-        """Find out whether `split=` divides a parameter, and whether its fragments can be put together.
+        """Find out whether `split=` divides a parameter, and into what, and whether its fragments can be put together.
 
         Args:
             own: what is known of it.
 
         Raises:
-            UnsupportedLayout: the split does not fit its shape.
+            UnsupportedLayout: the split does not fit its shape, or its layout.
         """
         split = chosen(self.options.split, own.name, own.layout.shape)
         strided = None if own.stand_in is None else own.stand_in.strided(split)
         if split is None or strided:
             return replace(own, strided=strided)
         box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
-        return replace(own, pieces=PiecesView(own.name, own.param, split, box))
+        view = PiecesView(own.name, own.param, split, box)
+        view.show()
+        return replace(own, pieces=own.shown_by(view))
 
     def _layout(self, shown: Tensor, view: FragmentView | None, batch_dims: int = 0) -> Layout:
         """How a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
@@ -196,12 +198,12 @@ class Binder:
         Raises:
             CanzonaError: the parameter is not supported.
         """
-        own, pieces = replace(own, state=self._state(own)), own.pieces
-        if pieces is None:
+        own = replace(own, state=self._state(own))
+        if own.fused is None:
             return [self.bind_whole(index, own)]
-        pieces.show()
-        states = pieces.state_in(own.state or {})
-        bound = [self.bind_piece(index + i, own, pieces, i, state) for i, state in enumerate(states)]
+        states = own.fused.state_in(own.state or {})
+        pieces = [replace(piece, state=state) for piece, state in zip(own.pieces, states, strict=True)]
+        bound = [bound_to(index + i, piece, *self.layout_and_kind(piece)) for i, piece in enumerate(pieces)]
         if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
             return bound
         whole = self.bind_whole(index, own)  # elementwise work gives on it what it gives on pieces
@@ -223,7 +225,7 @@ class Binder:
             index: the index of its task.
             own: what is known of it, with its state.
         """
-        layout, kind = self._kind(own)
+        layout, kind = self.layout_and_kind(own)
         local = elementwise(kind)
         if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own, own.param)):
             entries = self._entries(own, kind)
@@ -236,30 +238,6 @@ class Binder:
             check_gathers(layout, own.state or {})
         return bound_to(index, own, layout, kind)
 
-    def bind_piece(self, index: int, fused: Described, pieces: PiecesView, at: int, state: State | None) -> BoundParam:
-        """Bind one logical matrix of a fused parameter.
-
-        Args:
-            index: the index of its task.
-            fused: what is known of the fused parameter.
-            pieces: shows the matrix.
-            at: the position of the matrix among those that are shown.
-            state: the portable state of the matrix; None or empty if it has none.
-        """
-        part, entries = pieces.shown[at], fused.layout_of_entries
-        layout = pieces.layout_of(part, fused.layout)
-        piece = replace(
-            fused,
-            name=part.name,
-            param=pieces.params[at],
-            division=pieces,
-            layout=layout,
-            spec=replace(fused.spec, shape=layout.shape),
-            state=state,
-            layout_of_entries=None if entries is None else pieces.layout_of_entries(part, entries),
-        )
-        return bound_to(index, piece, *self._kind(piece))
-
     def _state(self, own: Described) -> State | None:
         """The portable state of a parameter; of a plain fragment with DTensors as leaves."""
         view = own.stand_in
@@ -269,8 +247,8 @@ class Binder:
         if not state:
             return None
         found = view.lookalikes(state)
-        if own.pieces is not None:
-            view.whole_leaves = own.pieces.own_leaves(found)
+        if own.fused is not None:
+            view.whole_leaves = own.fused.own_leaves(found)
         elif found:
             shapes = self._shapes_in(own, state)
             whole = {leaf for leaf in found if shapes.get(leaf, own.layout.shape) != own.layout.shape}
@@ -279,7 +257,7 @@ class Binder:
 
     def _shapes_in(self, own: Described, state: State) -> dict[str, Shape]:
         """The whole shapes of the leaves of a state, by name, as far as the optimizer's code tells them."""
-        _, kind = self._kind(own)
+        _, kind = self.layout_and_kind(own)
         if kind.recipe is not None and is_portable(state):
             return saved_shapes(state)
         if kind.recorder is not None:
@@ -288,8 +266,8 @@ class Binder:
         made = state_after_a_step(self.optimizer, ParamExample(group, own.spec))
         return {leaf: tuple(value.shape) for leaf, value in made.items()}
 
-    def _kind(self, own: Described) -> tuple[Layout, ParamKind]:
-        """Find the layout and the kind of a matrix.
+    def layout_and_kind(self, own: Described) -> tuple[Layout, ParamKind]:
+        """Find the layout and the kind of a matrix, with its state.
 
         If it is a stack of independent matrices whose first dimension is sharded, the result describes this rank's
         entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
