@@ -24,7 +24,7 @@ from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter, bound_to
 from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.checkpoint_probe import is_dummy_step
+from canzona_compile.session.checkpoints import is_dummy_step
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.portable_state import Ranks
 from canzona_compile.session.session import Session
