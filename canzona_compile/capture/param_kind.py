@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from canzona_compile.eager.own_object import Recipe
 from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
-from canzona_compile.ir.variant_period import VariantPeriod
+from canzona_compile.ir.variant_period import Counters, VariantPeriod, variant_period_of
 from canzona_compile.replica.leaves import LeafPaths, state_leaves
 
 HeldLeaf = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
@@ -32,7 +32,7 @@ class ParamKind:
     templates: dict[Variant | Part | None, Template]
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
-    variant_period: VariantPeriod | None = None  # after how many steps the variants repeat themselves
+    variant_period: VariantPeriod | None = None
     transitional: bool = False  # whether the next step is interpreted because it changes the form of the state
     recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
     coupled: CoupledUpdate | None = None  # what its step does, if it steps together with others
@@ -46,6 +46,10 @@ class ParamKind:
     def template(self) -> Template:
         """The template of the variant that was captured first."""
         return next(iter(self.templates.values()))
+
+    def note_period(self, path: Sequence[str], counters: Sequence[Counters]) -> None:
+        """Note after how many steps the variants repeat themselves; arguments are those of `variant_period_of`."""
+        self.variant_period = variant_period_of(path, counters)
 
     @property
     def held(self) -> frozenset[HeldLeaf]:

@@ -24,7 +24,6 @@ from canzona_compile.eager.nodes import EagerStep, coupled_templates, interprete
 from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.step import Role, Template
-from canzona_compile.ir.variant_period import variant_period_of
 from canzona_compile.rehearsal.diagnosis import NamesByGroup
 from canzona_compile.rehearsal.rehearsal import Rehearsal, closure_problem
 from canzona_compile.rehearsal.ways import Ways
@@ -285,7 +284,7 @@ class Capture:
         }
         # A task that is ahead takes one graph with the numbers of another, which must be the same numbers then.
         if recorder.reads_counters or len(numbers) == 1:
-            kind.variant_period = variant_period_of(path, counters)
+            kind.note_period(path, counters)
         return None
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
