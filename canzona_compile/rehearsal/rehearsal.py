@@ -28,8 +28,8 @@ from canzona_compile.rehearsal.asked import ADDRESS
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.rehearsal.real_sizes import check_real_sizes
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
-from canzona_compile.rehearsal.stepping import OneByOne, Plainly
-from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, read_later, take, texts_written
+from canzona_compile.rehearsal.stepping import OneByOne
+from canzona_compile.rehearsal.trial import Plainly, RehearsedSteps, contents_of, read_later, take, texts_written
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import seeded
