@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.parameter_spec import ParamExample
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, step_plainly
@@ -22,40 +22,40 @@ DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @uninterrupted
-def state_after_a_step(optimizer: Optimizer, like: ParamExample) -> dict[str, Tensor]:
-    """Take a step with a whole parameter like this one, drop it, and return the tensors of its state by name.
+def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> dict[str, Tensor]:
+    """Take a step with a whole parameter of this kind, drop it, and return the tensors of its state by name.
 
     Returns:
         Nothing if the step fails.
     """
-    spec = like.spec
     with undisturbed(spec.device):
-        param = spec.parameter(lambda dtype: torch.randn(spec.shape, device=spec.device).to(dtype))
-        twin = make_twin(optimizer, like.group, [param])
+        like = spec.parameter(lambda dtype: torch.randn(spec.shape, device=spec.device).to(dtype))
+        twin = make_twin(optimizer, group, [like])
         try:
             with as_written():
                 step_plainly(twin)
         except Exception:  # whatever it is: then the step of the real parameter will raise it
             return {}
-    leaves = state_leaves(twin.state.get(param) or {})
+    leaves = state_leaves(twin.state.get(like) or {})
     return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
 
 @uninterrupted
-def missing_rule(optimizer: Optimizer, like: ParamExample, param: DTensor) -> str:
+def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor) -> str:
     """Try two steps on a copy of a parameter and drop the copy. This is no collective if the work is elementwise.
 
     Args:
         optimizer: the optimizer.
-        like: what it sees of the parameter.
+        group: the parameter group.
         param: the parameter. The copy has the same fragments, because rules may depend on whether all have equal sizes.
 
     Returns:
         Why the step fails, with torch's message about the operator; empty if the step runs.
     """
-    own = like.spec.parameter(lambda dtype: torch.zeros_like(param, dtype=dtype))
-    own.grad = torch.ones_like(param, dtype=like.spec.grad_dtype)
-    twin = make_twin(optimizer, like.group, [own])
+    spec = ParameterSpec.of(param)
+    own = spec.parameter(lambda dtype: torch.zeros_like(param, dtype=dtype))
+    own.grad = torch.ones_like(param, dtype=spec.grad_dtype)
+    twin = make_twin(optimizer, group, [own])
     try:
         with undisturbed(param.device), NoNewData():
             step_plainly(twin)

@@ -23,7 +23,7 @@ from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter, bound_to
-from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.checkpoints import is_dummy_step
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.portable_state import Ranks
@@ -143,13 +143,16 @@ class OwnerSession(Session):
         return replace(plan, params=params)
 
     def _bind(self, fragment: Fragment, binder: Binder) -> Iterator[BoundParam]:
+        pieces: tuple[Described, ...] = ()
         for at, (part, double) in enumerate(zip(fragment.owned, fragment.doubles, strict=True)):
             known = self._bound[part.name]
             state = self.optimizer.state.get(double) or None
             if fragment.division is not None:
-                source = fragment.division.source if known.stand_in is None else known.stand_in.source
-                fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
-                piece = replace(fused.shown_by(fragment.division)[at], state=state)
+                if not pieces:
+                    source = fragment.division.source if known.stand_in is None else known.stand_in.source
+                    fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
+                    pieces = fused.shown_by(fragment.division)
+                piece = replace(pieces[at], state=state)
                 # To the plan the double is a parameter like any other.
                 own = replace(piece, division=None, stand_in=None)
                 yield bound_to(known.task.index, own, *binder.layout_and_kind(piece))

@@ -72,7 +72,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ParamExample:
-    """A parameter on which the optimizer's code is captured or tried.
+    """A parameter on which the optimizer's code is captured.
 
     Attributes:
         group: its parameter group.
@@ -83,5 +83,5 @@ class ParamExample:
 
     group: Mapping[str, Any]
     spec: ParameterSpec
-    name: str = ""
+    name: str
     state: Mapping[str, Any] | None = None

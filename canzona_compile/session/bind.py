@@ -227,7 +227,7 @@ class Binder:
         """
         layout, kind = self.layout_and_kind(own)
         local = elementwise(kind)
-        if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own, own.param)):
+        if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):
             entries = self._entries(own, kind)
             layout = layout if entries is None else entries[0]
             spec = replace(own.spec, shape=layout.shape, part=entries is not None)
@@ -263,7 +263,7 @@ class Binder:
         if kind.recorder is not None:
             return {leaf.name: leaf.shape for leaf in kind.state}
         group = self.optimizer.param_groups[own.group]
-        made = state_after_a_step(self.optimizer, ParamExample(group, own.spec))
+        made = state_after_a_step(self.optimizer, group, own.spec)
         return {leaf: tuple(value.shape) for leaf, value in made.items()}
 
     def layout_and_kind(self, own: Described) -> tuple[Layout, ParamKind]:
@@ -300,11 +300,10 @@ class Binder:
         group = self.optimizer.param_groups[own.group]
         return self.capture.kind_of(ParamExample(group, own.spec, own.name, own.state or None))
 
-    def _missing_rule(self, own: Described, param: DTensor) -> str:
-        key = (own.group, param.shape, param.placements, param.device_mesh)
+    def _missing_rule(self, group: int, param: DTensor) -> str:
+        key = (group, param.shape, param.placements, param.device_mesh)
         if key not in self._rules:
-            group = self.optimizer.param_groups[own.group]
-            self._rules[key] = missing_rule(self.optimizer, ParamExample(group, own.spec), param)
+            self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[group], param)
         return self._rules[key]
 
 

@@ -28,7 +28,7 @@ from canzona_compile.ir.layout import local_part
 from canzona_compile.replica.construction import atoms_of
 from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.leaves import keys_of, leaf_name, read
-from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import devices_among
 
 # -- the dummy step --------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) 
         return {}
     shape = tuple(min(size, 4) for size in param.shape)
     spec = replace(ParameterSpec.of(param, shape, param.dtype), device=torch.device("cpu"))
-    return {name: value.dtype for name, value in state_after_a_step(optimizer, ParamExample(group, spec)).items()}
+    return {name: value.dtype for name, value in state_after_a_step(optimizer, group, spec).items()}
 
 
 def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
