@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.chains.chain import Chain, is_chain
 from canzona_compile.replica.copies import CachedCalls, Copies
-from canzona_compile.replica.held_optimizers import held_in
+from canzona_compile.replica.homes import held_in
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.snapshot import changed

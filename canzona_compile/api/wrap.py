@@ -32,9 +32,9 @@ from canzona_compile.ir.options import MissingGrads, Numerics, Options, Strategy
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.ir.split import Split, check_patterns, fitting, splits_of
 from canzona_compile.machine.hardware import Hardware, named_hardware
-from canzona_compile.replica.held_optimizers import advice
+from canzona_compile.replica.homes import advice
 from canzona_compile.report.explain import Explanation, explain_all
-from canzona_compile.session.loaded_state import check_taken_back
+from canzona_compile.session.checkpoints import check_taken_back
 from canzona_compile.session.params import named_params
 from canzona_compile.session.session import Session
 from canzona_compile.session.siblings import Siblings

@@ -18,7 +18,7 @@ from canzona_compile.compat.torch_private import outside_dynamo
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.options import Options
 from canzona_compile.replica.twin import check_step_signature
-from canzona_compile.session.loaded_state import keep_as_saved, keep_tuples
+from canzona_compile.session.checkpoints import keep_as_saved, keep_tuples
 from canzona_compile.session.session import Session
 
 Opt = TypeVar("Opt", bound=Optimizer)

@@ -25,11 +25,13 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.graphs import RecordedGraph
-from canzona_compile.capture.recording import CallRecorder, RecordedCall, line_of, settings, storage_of, surroundings
+from canzona_compile.capture.recording import CallRecorder, RecordedCall, line_of, settings, surroundings
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.fx_utils import outputs, placeholders
+from canzona_compile.replica.memory import given_to, storage_of
+from canzona_compile.replica.memory import written_by as operands_written
 from canzona_compile.replica.raised import Note, Refused, Untraceable
 
 MADE_BY_TORCH = "_TorchDynamoContext.__call__."  # how the qualified name of such a function begins
@@ -291,21 +293,16 @@ def part_at(calls: Sequence[RecordedCall], begin: int) -> CompiledPart:
 
 def written_by(calls: Sequence[RecordedCall], tensors: Sequence[Tensor], name: str) -> tuple[int, ...]:
     """Find which tensors some calls write; the others that they write they have made themselves, see `body_of`."""
-    memory = {storage_of(tensor) for call in calls for tensor in operands_written(call)}
+    memory = {
+        storage_of(tensor)
+        for call in calls
+        for _, _, tensor in operands_written(call.func, given_to(call.func, call.args, call.kwargs))
+    }
     written = tuple(i for i, tensor in enumerate(tensors) if storage_of(tensor) in memory)
     for i in written:
         if sum(storage_of(tensor) == storage_of(tensors[i]) for tensor in tensors) > 1:
             raise Untraceable(f"its step gives the compiled function {name} several views of a tensor that it writes")
     return written
-
-
-def operands_written(call: RecordedCall) -> Iterator[Tensor]:
-    """Yield the tensors that an operator writes."""
-    declared = call.func._schema.arguments
-    given = {argument.name: value for argument, value in zip(declared, call.args, strict=False)} | dict(call.kwargs)
-    for argument in declared:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (leaf for leaf in pytree.tree_leaves(given.get(argument.name)) if isinstance(leaf, Tensor))
 
 
 def fresh_results(returned: Sequence[Tensor], tensors: Sequence[Tensor], name: str) -> tuple[int, ...]:

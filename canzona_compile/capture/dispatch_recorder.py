@@ -31,12 +31,13 @@ from canzona_compile.capture.compiled_calls import (
 from canzona_compile.capture.fake_twin import TwinMoment
 from canzona_compile.capture.graphs import RecordedGraph
 from canzona_compile.capture.recorder import StepRecorder
-from canzona_compile.capture.recording import CallPath, CallRecorder, RecordedCall, reads_precision, storage_of
+from canzona_compile.capture.recording import CallPath, CallRecorder, RecordedCall, reads_precision
 from canzona_compile.capture.variant import Answer, Variant
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.product_at import ProductAt
 from canzona_compile.replica.homes import hypers
+from canzona_compile.replica.memory import storage_of
 from canzona_compile.replica.raised import Untraceable
 
 MOST_PATHS = 64  # the most paths of one kind; code that never repeats itself is not worth a plan per step

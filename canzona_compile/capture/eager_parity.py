@@ -67,9 +67,9 @@ class EagerParity:
         work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
         if work in self._held or not (recorder.why or foreach or needs_whole_matrix(template)):
             return True
-        if math.prod(moment.spec.shape) > LARGEST:
+        if math.prod(recorder.spec.shape) > LARGEST:
             return not recorder.calls_compiled or num_compiled_calls(template.graph) > 0
-        with undisturbed(moment.spec.device):
+        with undisturbed(recorder.spec.device):
             held = all(same_bits(self.optimizer, template, recorder, moment, seed) for seed in range(SAMPLES))
         self._held |= {work} if held else set()
         return held
@@ -88,7 +88,7 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     Returns:
         Whether all bits are equal.
     """
-    group, spec, counters, elsewhere = moment
+    (group, counters, elsewhere), spec = moment, recorder.spec
     generator = torch.Generator().manual_seed(seed)
 
     def random(dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from canzona_compile.replica.copies import with_own_containers
 from canzona_compile.replica.external_counters import Counts, counts_of, give_counts, step_alone
 from canzona_compile.replica.homes import NOT_COPIED, copied_attributes, hypers
 from canzona_compile.replica.leaves import paths_of, python_leaves, read, state_leaves, structure_of, write
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.replica.raised import (
     NoCollectives,
     Note,
@@ -50,6 +50,7 @@ class FakeTwin:
     """A twin that steps parameters which have no values.
 
     Attributes:
+        spec: the shape, the dtypes and the device of the parameters.
         params: the parameters.
         param: the first one of them, whose state the methods are about.
         twin: the optimizer that steps them in place of the real one.
@@ -61,41 +62,32 @@ class FakeTwin:
         note: gets the errors that steps meet, as their code may catch them.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: Mapping[str, Any],
-        spec: ParameterSpec,
-        with_numbers: bool,
-        state: Mapping[str, Any] | None = None,
-        count: int = 1,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, like: ParamExample, with_numbers: bool, count: int = 1) -> None:
         """Make the twin, and take its first step.
 
         Args:
             optimizer: the optimizer.
-            group: the parameter group.
-            spec: the shape, the dtypes and the device of a parameter.
+            like: what its parameters are like. Without state they keep the state that the first step leaves.
             with_numbers: whether numbers that are read of tensors can be computed with, though they have no values.
-            state: an example of a parameter's state; None takes the state that the first step leaves.
             count: the number of parameters.
 
         Raises:
             Untraceable: the step needs values.
             UnsupportedOptimizer: the optimizer communicates by itself, or keeps statistics outside of its state.
         """
-        self.note = Note()
+        self.note, self.spec = Note(), like.spec
         self.mode = NotingFakeMode(self.note, shape_env=NotingShapeEnv(self.note) if with_numbers else None)
         with self.mode, NoCollectives():
             self.params = [
-                spec.parameter(lambda dtype: torch.empty(spec.shape, dtype=dtype, device=spec.device))
+                like.spec.parameter(lambda dtype: torch.empty(like.spec.shape, dtype=dtype, device=like.spec.device))
                 for _ in range(count)
             ]
-            own = {k: self.mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in one_by_one(group).items()}
+            group = one_by_one(like.group)
+            own = {k: self.mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.param, self.twin = self.params[0], make_twin(optimizer, own, self.params)
             self._first_step()
-            if state is not None:
-                self.twin.state.update((param, blank_state(state)) for param in self.params)
+            if like.state is not None:
+                self.twin.state.update((param, blank_state(like.state)) for param in self.params)
         self.first_leaves = self.leaves()
         self.structure = structure_of(self.state)
         self.paths = paths_of(self.structure)

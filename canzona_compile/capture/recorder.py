@@ -23,7 +23,7 @@ from canzona_compile.ir.compiled_call import opened
 from canzona_compile.replica.external_counters import Counts, counts_of
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.leaves import leaf_problem
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.replica.raised import Provoked, Provoker, Untraceable, fallible, first_line
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
@@ -48,39 +48,28 @@ class StepRecorder(FakeTwin, ABC):
     with_numbers: ClassVar[bool]
     reads_counters: ClassVar[bool]
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: Mapping[str, Any],
-        spec: ParameterSpec,
-        bake: set[str] | None = None,
-        state: Mapping[str, Any] | None = None,
-        why: str = "",
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, like: ParamExample, bake: set[str], why: str = "") -> None:
         """Capture the step now.
 
         Args:
             optimizer: the optimizer, of which a twin is made.
-            group: the parameter group.
-            spec: the shape, the dtypes and the device of the parameter.
+            like: the parameter. Without state it takes the state that the first step leaves.
             bake: the names of scalars that graphs must hold as constants. This adds the names that it finds.
-            state: an example of a parameter's state; None takes the state that the first step leaves.
             why: why it is not captured in the way before.
 
         Raises:
             Untraceable: the step cannot be captured.
             UnsupportedOptimizer: the optimizer communicates by itself, or keeps statistics outside of its state.
         """
-        super().__init__(optimizer, group, spec, self.with_numbers, state)
-        self.why = why
-        self.bake = set() if bake is None else bake
+        super().__init__(optimizer, like, self.with_numbers)
+        self.why, self.bake = why, bake
         self.variants: list[Variant] = []
         self._known_to_raise: set[Variant] = set()
         if problem := leaf_problem(self.state, self.paths):
             raise Untraceable(problem)
         own = {counter.key: value for counter, value in self.counts.items() if counter.home == "group"}
         elsewhere = {counter: value for counter, value in self.counts.items() if counter.home != "group"}
-        self.second = StepInputs(own, spec, self.counters(), elsewhere)
+        self.second = StepInputs(own, self.counters(), elsewhere)
         self.prepare()
         self.consult(hypers(self.twin.param_groups[0]), self.counts)
         self.put(self.first_leaves)
@@ -126,13 +115,13 @@ class StepRecorder(FakeTwin, ABC):
         Raises:
             Untraceable: the step takes a path that cannot be captured.
         """
-        group, spec, counters, elsewhere = moment
+        group, counters, elsewhere = moment
         self.put(counters)
         variant, _ = self.consult(group, elsewhere)
         own = {name: value for name, value in counts_of(self.twin).items() if name in elsewhere}
         counted = self.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
         here = {**group, **{k: counted[k] for k in group_counters if k in counted}}
-        return variant, StepInputs(here, spec, self.counters(), own)
+        return variant, StepInputs(here, self.counters(), own)
 
     def consult(self, group: Mapping[str, Any], counts: Counts | None = None) -> tuple[Variant, Scalars]:
         """Find out what the step does with the present hyperparameters. Counters in the state advance on the twin.

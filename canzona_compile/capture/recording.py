@@ -284,8 +284,3 @@ def line_of(frame: FrameType | None) -> int:
             return frame.f_lineno
         frame = frame.f_back
     return 0
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return what tells apart the memory of two tensors."""
-    return int(tensor.untyped_storage()._cdata)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.fake_twin import FakeTwin
-from canzona_compile.capture.recording import storage_of
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.memory import given_to, storage_of
+from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.replica.raised import NoCollectives, Untraceable
 
 
-def check_separable(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    spec: ParameterSpec,
-    name: str,
-    state: Mapping[str, Any] | None = None,
-) -> bool:
+def check_separable(optimizer: Optimizer, like: ParamExample) -> bool:
     """Step two equal parameters that have no values, and check that no value of one reaches the other.
 
     This takes no capture: values are labelled while the step runs as written. It is the step after the first one, as
@@ -31,10 +25,7 @@ def check_separable(
 
     Args:
         optimizer: the optimizer.
-        group: the parameter group.
-        spec: the shape, the dtypes and the device of the parameters.
-        name: the name of the parameter, for the error.
-        state: an example of their state, if it was made before the first step.
+        like: what both parameters are like.
 
     Returns:
         Whether the step could be followed. If not, only a rehearsal shows whether parameters are independent.
@@ -43,7 +34,7 @@ def check_separable(
         UnsupportedOptimizer: the parameters depend on one another.
     """
     try:
-        twin = FakeTwin(optimizer, group, spec, with_numbers=False, state=state, count=2)
+        twin = FakeTwin(optimizer, like, with_numbers=False, count=2)
         labels = Labels()
         for i, param in enumerate(twin.params):
             for tensor in held_by(twin, param):
@@ -54,7 +45,7 @@ def check_separable(
     if any(len(labels.of(tensor)) > 1 for param in twin.params for tensor in held_by(twin, param)):
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
-            at=name,
+            at=like.name,
             hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
         )
     return True
@@ -88,8 +79,7 @@ class Labels(NoCollectives):
     ) -> Any:
         self.check(func)
         found = func(*args, **(kwargs or {}))
-        declared = func._schema.arguments
-        given = {a.name: value for a, value in zip(declared, args, strict=False)} | (kwargs or {})
+        declared, given = func._schema.arguments, given_to(func, args, kwargs or {})
         fresh = [given.pop(a.name) for a in declared if a.is_out and fills_memory(given.get(a.name))]
         written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
         # Entry i of what a `_foreach_` operator gives depends on entries i alone.

@@ -16,7 +16,7 @@ from canzona_compile.replica.leaves import state_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import undisturbed
-from canzona_compile.replica.twin import as_written, make_twin, plain_attributes, step_plainly
+from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -44,18 +44,18 @@ def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: Par
 def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor) -> str:
     """Try two steps on a copy of a parameter and drop the copy. This is no collective if the work is elementwise.
 
-    The copy has the same shape, because rules may depend on whether all shards have equal sizes.
+    Args:
+        optimizer: the optimizer.
+        group: the parameter group.
+        param: the parameter. The copy has the same fragments, because rules may depend on whether all have equal sizes.
 
     Returns:
         Why the step fails, with torch's message about the operator; empty if the step runs.
     """
-    like = torch.nn.Parameter(torch.zeros_like(param))
-    dtype = param.dtype if param.grad is None else param.grad.dtype
-    if dtype != param.dtype:
-        like.grad_dtype = dtype
-    like.grad = torch.ones_like(param, dtype=dtype)
-    vars(like).update(plain_attributes(param))
-    twin = make_twin(optimizer, group, [like])
+    spec = ParameterSpec.of(param)
+    own = spec.parameter(lambda dtype: torch.zeros_like(param, dtype=dtype))
+    own.grad = torch.ones_like(param, dtype=spec.grad_dtype)
+    twin = make_twin(optimizer, group, [own])
     try:
         with undisturbed(param.device), NoNewData():
             step_plainly(twin)

@@ -31,7 +31,7 @@ from canzona_compile.replica.attribute_watch import AttributeWatch
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
 from canzona_compile.replica.leaves import python_leaves
 from canzona_compile.replica.memory import GradientAliases
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.replica.randomness import draws
 from canzona_compile.replica.twin import signature
@@ -76,65 +76,56 @@ class Capture:
         return sum(len(kind.recorder.variants) for kind in self.kinds.values() if kind.recorder is not None)
 
     @uninterrupted
-    def kind_of(
-        self, group: Mapping[str, Any], spec: ParameterSpec, name: str, state: Mapping[str, Any] | None = None
-    ) -> ParamKind:
+    def kind_of(self, like: ParamExample) -> ParamKind:
         """Find the kind of a parameter, with the variant of its next step. Capture what is new.
 
         Args:
-            group: its parameter group.
-            spec: its shape, dtypes and device.
-            name: its name, for errors.
-            state: its portable state; None if it has none yet. State that differs from what a first step leaves
-                makes another kind. It may have been loaded, or hyperparameters that decide about it changed since.
+            like: the parameter. State that differs from what a first step leaves makes another kind. It may have been
+                loaded, or hyperparameters that decide about it changed since.
 
         Raises:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
         """
-        style = signature(group, self.group_counters())
-        key: KindKey = (spec, style)
-        kind = self._known(key, group, spec, name)
+        state = like.state
+        key: KindKey = (like.spec, signature(like.group, self.group_counters()))
+        kind = self._known(key, replace(like, state=None))
         if state and (kind.transitional or (kind.recorder is not None and held(state) != kind.held)):
-            key = (spec, style, held(state))
-            kind = self._known(key, group, spec, name, state)
+            key = (*key, held(state))
+            kind = self._known(key, like)
         while kind.recorder is not None:
             try:
                 if state or not kind.held:  # without state the first step is like all others
-                    self._learn(kind, StepInputs(group, spec, python_leaves(state or {}), self.elsewhere()))
+                    self._learn(kind, StepInputs(like.group, python_leaves(state or {}), self.elsewhere()))
                 if not state:
-                    self._learn(kind, second_step(kind.recorder, group))
+                    self._learn(kind, second_step(kind.recorder, like.group))
                 break
             except FormChange as reason:
-                return self._transitional(spec, state, str(reason))
+                return self._transitional(like, str(reason))
             except Untraceable as reason:
-                self.kinds[key] = kind = self._otherwise(kind, group, spec, state, str(reason))
+                last = kind.by_dispatch
+                kind = self.interpreted(like.spec, str(reason)) if last else self._capture(like, failed=str(reason))
+                self.kinds[key] = kind
         return kind
 
-    def _known(
-        self,
-        key: KindKey,
-        group: Mapping[str, Any],
-        spec: ParameterSpec,
-        name: str,
-        state: Mapping[str, Any] | None = None,
-    ) -> ParamKind:
+    def _known(self, key: KindKey, like: ParamExample) -> ParamKind:
         if key in self.kinds:
-            self._note_form_change(self.kinds[key], spec, state)
+            self._note_form_change(self.kinds[key], like)
             return self.kinds[key]
-        tell(f"capturing the update of {spec.dims or 'a scalar'} {spec.dtype_name}, {name}")
+        spec = like.spec
+        tell(f"capturing the update of {spec.dims or 'a scalar'} {spec.dtype_name}, {like.name}")
         manner = (key[1], len(spec.shape))
         shown = self.ways.of(manner, self._rehearsals.values())
         if shown is None and manner not in self._separable:
-            if not check_separable(self.optimizer, group, spec, name, state):
-                shown = self.ways.check_rehearsed(manner, name, self.rehearse())
+            if not check_separable(self.optimizer, like):
+                shown = self.ways.check_rehearsed(manner, like.name, self.rehearse())
             self._separable.add(manner)
         interrupted_here()
-        kind = None if shown is not None else self._capture_ahead(key, group, spec, state)
+        kind = None if shown is not None else self._capture_ahead(key, like)
         if kind is not None and kind.recorder is None:  # it may draw random numbers; if refused, it is not known
             del self.kinds[key]
-            shown = self.ways.check_rehearsed(manner, name, self.rehearse())
+            shown = self.ways.check_rehearsed(manner, like.name, self.rehearse())
         if shown is not None:
-            kind = self._resident(spec, shown) if shown.coupled is None else self._coupled(spec, shown.coupled)
+            kind = self._as_rehearsed(spec, shown)
         assert kind is not None
         self.kinds[key] = kind
         return kind
@@ -232,13 +223,11 @@ class Capture:
         """Return the current counters that are neither in a parameter group nor in the state of a parameter."""
         return counts_elsewhere(self.optimizer, self.counts)
 
-    def _capture(
-        self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, failed: str = ""
-    ) -> ParamKind:
+    def _capture(self, like: ParamExample, failed: str = "") -> ParamKind:
         """Capture a kind in the first way that can; without one its steps are interpreted.
 
         Args:
-            group, spec, state: as for `kind_of`.
+            like: the parameter.
             failed: why Dynamo cannot; empty if that is not known yet.
         """
         if not failed and any(rehearsal.reads_variables for rehearsal in self._rehearsals.values()):
@@ -246,9 +235,9 @@ class Capture:
         reasons = [failed] if failed else []
         for way in WAYS[len(reasons) :]:
             try:
-                recorder = way(self.optimizer, group, spec, self._bake, state, why="; ".join(reasons))
+                recorder = way(self.optimizer, like, self._bake, why="; ".join(reasons))
             except FormChange as reason:
-                return self._transitional(spec, state, str(reason))
+                return self._transitional(like, str(reason))
             except Untraceable as reason:
                 reasons.append(str(reason))
                 continue
@@ -256,30 +245,22 @@ class Capture:
             leaves = recorder.first_leaves
             tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
             return ParamKind(recorder, {}, tensors, recorder.counters())
-        return self.interpreted(spec, "; by dispatch: ".join(dict.fromkeys(reasons)))
+        return self.interpreted(like.spec, "; by dispatch: ".join(dict.fromkeys(reasons)))
 
-    def _otherwise(
-        self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, why: str
-    ) -> ParamKind:
-        """Make the kind that a kind becomes whose recorder met what it cannot capture."""
-        return self.interpreted(spec, why) if kind.by_dispatch else self._capture(group, spec, state, failed=why)
-
-    def _capture_ahead(
-        self, key: KindKey, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None
-    ) -> ParamKind:
+    def _capture_ahead(self, key: KindKey, like: ParamExample) -> ParamKind:
         """Capture a kind in the first way that can, periodic work included.
 
         What cannot be captured in either way is met when it comes.
         """
-        kind = self.kinds[key] = self._capture(group, spec, state)
+        kind = self.kinds[key] = self._capture(like)
         interrupted_here()
-        reason = self._look_ahead(kind, group, spec)
+        reason = self._look_ahead(kind, like.group)
         if reason and not isinstance(reason, FormChange) and not kind.by_dispatch:
-            other = self.kinds[key] = self._capture(group, spec, state, failed=str(reason))
-            return kind if other.recorder is None or self._look_ahead(other, group, spec) else other
+            other = self.kinds[key] = self._capture(like, failed=str(reason))
+            return kind if other.recorder is None or self._look_ahead(other, like.group) else other
         return kind
 
-    def _look_ahead(self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec) -> Untraceable | None:
+    def _look_ahead(self, kind: ParamKind, group: Mapping[str, Any]) -> Untraceable | None:
         """Meet periodic work before the first plan: let the counters run, on fake tensors.
 
         Returns:
@@ -319,14 +300,15 @@ class Capture:
         Returns:
             It, and the moment of the step after that.
         """
-        recorder, spec = kind.recorder, moment.spec
+        recorder = kind.recorder
         assert recorder is not None
         variant, after = recorder.take(moment, self.group_counters())
         if variant in kind.templates:
             return kind.templates[variant], after
-        label = self._label(spec)
+        label = self._label(recorder.spec)
         family = kind.template.family if kind.templates else label  # the first one may have been dropped since
-        template = replace(template_of(variant, label, spec), family=family, state=kind.state, draws=self._draws())
+        made = template_of(variant, label, recorder.spec)
+        template = replace(made, family=family, state=kind.state, draws=self._draws())
         named = {leaf.name for leaf in template.inputs if leaf.role is Role.STATE} | {*template.writes} - {"param"}
         if late := named - recorder.paths.keys():
             raise Untraceable(f"it creates the state {min(late)!r} later than in its first step")
@@ -345,31 +327,31 @@ class Capture:
         template = replace(interpreted_template(label, spec, reason), draws=self._draws())
         return ParamKind(None, {None: template}, (), {})
 
-    def _transitional(self, spec: ParameterSpec, state: Mapping[str, Any] | None, reason: str) -> ParamKind:
+    def _transitional(self, like: ParamExample, reason: str) -> ParamKind:
         """Make a kind for the one step that changes the form of the state. What comes after it is another kind."""
-        kind = self.interpreted(spec, reason)
+        kind = self.interpreted(like.spec, reason)
         kind.transitional = True
-        self._note_form_change(kind, spec, state)
+        self._note_form_change(kind, like)
         return kind
 
-    def _note_form_change(self, kind: ParamKind, spec: ParameterSpec, state: Mapping[str, Any] | None) -> None:
+    def _note_form_change(self, kind: ParamKind, like: ParamExample) -> None:
         """Give up on a state that changes its form again and again."""
         if kind.transitional:
-            changes = self._form_changes.setdefault(spec, set())
-            changes.add(str((python_leaves(state or {}), self.elsewhere())))
+            changes = self._form_changes.setdefault(like.spec, set())
+            changes.add(str((python_leaves(like.state or {}), self.elsewhere())))
             kind.transitional = len(changes) <= MOST_FORM_CHANGES
 
-    def _resident(self, spec: ParameterSpec, rehearsal: Rehearsal) -> ParamKind:
-        """Make a kind whose every step is that of an optimizer object of its own, on an owner rank."""
-        why = f"one whole optimizer object per matrix, because {rehearsal.resident}"
-        template = interpreted_template(self._label(spec), spec, why, target=EagerStep(name="resident_step"))
-        log.info("%s is resident: %s", template.name, why)
-        return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
-
-    def _coupled(self, spec: ParameterSpec, update: CoupledUpdate) -> ParamKind:
-        """Make a kind whose owner rank steps all parameters at once."""
-        why = f"one rank steps all parameters at once, because {update.reason}"
-        return ParamKind(None, {**coupled_templates(self._label(spec), spec, why)}, (), {}, coupled=update)
+    def _as_rehearsed(self, spec: ParameterSpec, shown: Rehearsal) -> ParamKind:
+        """Make a kind whose owner rank steps all parameters at once, or each by an optimizer object of its own."""
+        label = self._label(spec)
+        if shown.coupled is not None:
+            why = f"one rank steps all parameters at once, because {shown.coupled.reason}"
+            templates = coupled_templates(label, spec, why)
+        else:
+            why = f"one whole optimizer object per matrix, because {shown.resident}"
+            templates = {None: interpreted_template(label, spec, why, target=EagerStep(name="resident_step"))}
+        log.info("%s is eager: %s", label, why)
+        return ParamKind(None, {**templates}, (), {}, recipe=shown.recipe, coupled=shown.coupled)
 
     def _label(self, spec: ParameterSpec) -> str:
         kind = plain_class(self.optimizer).__name__.lower()

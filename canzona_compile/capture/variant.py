@@ -27,13 +27,11 @@ class StepInputs(NamedTuple):
 
     Attributes:
         group: the parameter group.
-        spec: the shape, the dtypes and the device of the parameter.
         counters: the Python leaves of the parameter's state.
         elsewhere: the numbers that the optimizer keeps outside of parameter groups and of the state of parameters.
     """
 
     group: Mapping[str, Any]
-    spec: ParameterSpec
     counters: Mapping[str, Any]
     elsewhere: Counts
 

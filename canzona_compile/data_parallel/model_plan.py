@@ -19,7 +19,7 @@ from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.passes import planning_passes, zero1_passes
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.bound import BoundParam
@@ -178,7 +178,7 @@ def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
     spec = ParameterSpec((2 * ALIGNMENT,), bound.param.dtype, kind.grad_dtype, bound.param.device)
     group = capture.optimizer.param_groups[bound.param_group]
     try:
-        part = capture.kind_of(group, spec, f"elements of {bound.task.name}")
+        part = capture.kind_of(ParamExample(group, spec, f"elements of {bound.task.name}"))
     except CanzonaError:
         return False
     if constants(kind) != constants(part):

@@ -22,9 +22,9 @@ from canzona_compile.ir.step import Step
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
-from canzona_compile.session.bind import Binder, at_parameter
-from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.checkpoint_probe import is_dummy_step
+from canzona_compile.session.bind import Binder, at_parameter, bound_to
+from canzona_compile.session.bound import BoundParam, Described
+from canzona_compile.session.checkpoints import is_dummy_step
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.portable_state import Ranks
 from canzona_compile.session.session import Session
@@ -143,21 +143,25 @@ class OwnerSession(Session):
         return replace(plan, params=params)
 
     def _bind(self, fragment: Fragment, binder: Binder) -> Iterator[BoundParam]:
+        pieces: tuple[Described, ...] = ()
         for at, (part, double) in enumerate(zip(fragment.owned, fragment.doubles, strict=True)):
             known = self._bound[part.name]
             state = self.optimizer.state.get(double) or None
             if fragment.division is not None:
-                source = fragment.division.source if known.stand_in is None else known.stand_in.source
-                fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
-                bound = binder.bind_piece(known.task.index, fused, fragment.division, at, state)
+                if not pieces:
+                    source = fragment.division.source if known.stand_in is None else known.stand_in.source
+                    fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
+                    pieces = fused.shown_by(fragment.division)
+                piece = replace(pieces[at], state=state)
                 # To the plan the double is a parameter like any other.
-                yield replace(bound, division=None, stand_in=None)
+                own = replace(piece, division=None, stand_in=None)
+                yield bound_to(known.task.index, own, *binder.layout_and_kind(piece))
                 continue
             if not fragment.cut:
                 stand_in = None if known.stand_in is None else known.stand_in.of(double)
                 with at_parameter(fragment.name):
                     described = binder.describe(fragment.name, known.param_group, double, stand_in)
-                    found = binder.bind_one(known.task.index, described)
+                    found = binder.bind_one(known.task.index, binder.divide(described))
                 yield from (replace(b, rehearsed=None if stand_in else fragment.param) for b in found)
                 continue
             name = f"{fragment.name}[{part.start}:{part.stop}]"

@@ -158,6 +158,10 @@ class OwnObject:
         """Whether the object has taken a step."""
         return self._texts is not None
 
+    def label(self, value: Any) -> str | None:
+        """Name the parameter and the optimizer, for a `Snapshot`."""
+        return "parameter" if value is self.param else "the optimizer" if value is self.optimizer else None
+
     # -- portable state --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -239,8 +243,7 @@ class OwnObject:
 
     def _rest(self) -> Contents:
         """What lies in the attributes that do not change, with tensors by version."""
-        names = {id(self.param): "parameter", id(self.optimizer): "the optimizer"}
-        walk = Snapshot(lambda value: names.get(id(value)), bits=False)
+        walk = Snapshot(self.label, bits=False)
         changing = {*self.recipe.attributes, "defaults"}
         walk.add_home("self", {k: v for k, v in own_attributes(self.optimizer).items() if k not in changing})
         return walk.found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.compat.torch_private import FakeTensor, pytree
+from canzona_compile.replica.memory import given_to
 from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.snapshot import bits_of
@@ -70,7 +71,7 @@ def writes(func: Any, argument: str, call: DeclaredCall) -> bool:
 def writes_at(func: Any, argument: str, call: DeclaredCall, scale: float, random: torch.Generator) -> bool:
     """Make a call on random values of a scale, and tell whether it writes an argument."""
     args, kwargs = pytree.tree_map(lambda leaf: with_values(leaf, scale, random), call)
-    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    given = given_to(func, args, kwargs)
     tensors = [leaf for leaf in pytree.tree_leaves(given[argument]) if isinstance(leaf, Tensor)]
     before = [bits_of(tensor) for tensor in tensors]
     with undisturbed(tensors[0].device), NoCollectives():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from canzona_compile.replica.homes import copied_attributes
 from canzona_compile.replica.miniature import Miniature, public
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import seeded
-from canzona_compile.replica.snapshot import changed
+from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import plain_attributes
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
@@ -33,8 +33,17 @@ def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
     Caches do not count: attributes that stay as the first steps left them.
     """
     cached = caches(whole)
+    return first_difference(
+        whole, parts, lambda one, other: [place for place in changed(one, other) if attribute_of(place) not in cached]
+    )
+
+
+def first_difference(
+    whole: RehearsedSteps, parts: RehearsedSteps, differing: Callable[[Contents, Contents], list[str]]
+) -> list[str]:
+    """The places at which two runs differ first, as a function finds them; the end of the run if one ends before."""
     for one, other in zip(whole.after, parts.after, strict=False):
-        if places := [place for place in changed(one, other) if attribute_of(place) not in cached]:
+        if places := differing(one, other):
             return places
     if len(whole.after) != len(parts.after) or type(whole.error) is not type(parts.error):
         return ["the end of the run"]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from canzona_compile.compat.torch_private import FakeTensor, no_dispatch
 from canzona_compile.rehearsal.declared_writes import DeclaredWrites
+from canzona_compile.replica.memory import given_to, storage_of, written_by
 from canzona_compile.replica.raised import NoCollectives, Note, name_of
 from canzona_compile.replica.snapshot import bits_of
 
@@ -85,7 +86,7 @@ class Fingerprints(NoCollectives):
     def mark(self, tensor: Tensor, index: int, *what: Any) -> None:
         """Give a tensor that fills its memory a fingerprint: that of some texts, for a parameter."""
         self._begin(tensor, digest(index, *what))
-        self._from[memory_in(tensor)] = frozenset({index})
+        self._from[storage_of(tensor)] = frozenset({index})
 
     def _has_values(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is real, such as a learning rate, and was given nothing without values."""
@@ -135,7 +136,7 @@ class Fingerprints(NoCollectives):
             return self._number(args[0])
         if name == "equal":
             return self.of(args[0]) == self.of(args[1])
-        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = given_to(func, args, kwargs)
         lists = [v for v in given.values() if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
         count = len(lists[0]) if name.startswith(("_foreach_", "_fused_")) and lists else 0
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -151,7 +152,7 @@ class Fingerprints(NoCollectives):
         base = next((v for v in given.values() if isinstance(v, Tensor)), None)
         origins = [self._origin(given.values(), i, count) for i in range(max(count, 1))]
         found = func(*args, **kwargs)
-        written = list(self._written(func, given))
+        written = list(written_by(func, given))
         results = list(found) if isinstance(found, list | tuple) else [found]
         views = [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
         for i, result in enumerate(results):
@@ -162,7 +163,7 @@ class Fingerprints(NoCollectives):
             else:
                 own = made[i] if count and i < count else digest(made[0], i) if i else made[0]
                 self._begin(result, own)
-                self._from[memory_in(result)] = origins[i] if count and i < count else origins[0]
+                self._from[storage_of(result)] = origins[i] if count and i < count else origins[0]
                 self._producers[own] = name
         for argument, i, tensor in written:
             own = made[i] if count else made[0]
@@ -170,8 +171,8 @@ class Fingerprints(NoCollectives):
                 continue
             self._write(tensor, own if argument == "self" else digest(own, argument))
             if isinstance(tensor, FakeTensor):
-                before = self._from.get(memory_in(tensor), frozenset())
-                self._from[memory_in(tensor)] = before | (origins[i] if count else origins[0])
+                before = self._from.get(storage_of(tensor), frozenset())
+                self._from[storage_of(tensor)] = before | (origins[i] if count else origins[0])
         return found
 
     def _view(self, result: Tensor, base: Tensor, name: str, path: str) -> None:
@@ -180,18 +181,10 @@ class Fingerprints(NoCollectives):
         same = name in KEEP_VALUES or (result.shape == base.shape and name in ("view", "expand"))
         self._paths.setdefault(place_of(result), before if same else (*before, path))
 
-    def _written(self, func: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
-        """The tensors that an operator writes: the name of the argument, the position if it is a list, the tensor."""
-        for argument in func._schema.arguments:
-            value = given.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write and value is not None:
-                for i, tensor in enumerate(value if isinstance(value, list | tuple) else [value]):
-                    yield argument.name, i, tensor
-
     def _origin(self, values: Iterable[Any], i: int, count: int) -> frozenset[int]:
         """Return the parameters behind what an operator is given, and note whether it puts several together."""
         own = [v[i] if count and isinstance(v, list | tuple) and len(v) == count else v for v in values]
-        each = [self._from.get(memory_in(t), frozenset()) for t in tensors_in(own) if isinstance(t, FakeTensor)]
+        each = [self._from.get(storage_of(t), frozenset()) for t in tensors_in(own) if isinstance(t, FakeTensor)]
         found: frozenset[int] = frozenset().union(*each)
         self.mixes |= len(found) > 1 and found not in each
         return found
@@ -244,15 +237,9 @@ def digest(*values: Any) -> str:
     return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
-def memory_in(tensor: Tensor) -> int:
-    """Name the memory of a tensor, for as long as it is not freed."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
 def place_of(tensor: Tensor) -> MemoryPlace:
     """Tell the memory of a tensor, and how it lies in it."""
-    return memory_in(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return storage_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

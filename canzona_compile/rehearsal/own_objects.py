@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.eager.own_object import Recipe
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, UnsupportedOptimizer, some
-from canzona_compile.rehearsal.diagnosis import NamesByGroup, attribute_of, caches, where
+from canzona_compile.rehearsal.diagnosis import NamesByGroup, attribute_of, caches, first_difference, where
 from canzona_compile.rehearsal.place_names import held_in, in_a_list, is_held, is_option, once_for_all, path_of
 from canzona_compile.rehearsal.real_sizes import coupled_at_real_sizes
 from canzona_compile.rehearsal.rehearsal import (
     Compared,
-    Manner,
     Rehearsal,
     compared,
     default_names,
@@ -132,11 +131,13 @@ def rehearse_one(
     """
     moving: set[str] = set()
 
+    def plainly(one: Scenario) -> RehearsedSteps:
+        return by_one_object(optimizer, construction, one)
+
     def in_cells(one: Scenario, plain: RehearsedSteps) -> RehearsedSteps:
         return by_objects(optimizer, Recipe(construction, *kept_in(plain)), one, moving)
 
-    manner = Manner(lambda one: by_one_object(optimizer, construction, one), in_cells, difference)
-    found = compared(manner, scenario.easier(takes_foreach(optimizer)))
+    found = compared(scenario.easier(takes_foreach(optimizer)), plainly, in_cells, difference)
     plain, cells, one = found.plain, found.cells, found.scenario
     if cells.error is not None and plain.error is None:
         raise Dependent(f"it fails for one parameter alone: {first_line(cells.error)}{blamed(cells.error)}")
@@ -212,12 +213,7 @@ def kept_in(plain: RehearsedSteps) -> tuple[frozenset[str], frozenset[str]]:
 
 def difference(plain: RehearsedSteps, cells: RehearsedSteps) -> list[str]:
     """The places of parameters at which two runs differ first; the end of the run if one ends before the other."""
-    for one, other in zip(plain.after, cells.after, strict=False):
-        if places := changed(parameters_in(one), parameters_in(other)):
-            return places
-    if len(plain.after) != len(cells.after) or type(plain.error) is not type(cells.error):
-        return ["the end of the run"]
-    return []
+    return first_difference(plain, cells, lambda one, other: changed(parameters_in(one), parameters_in(other)))
 
 
 def parameters_in(found: Contents) -> Contents:
@@ -273,16 +269,17 @@ def unseen(plain: RehearsedSteps, cells: RehearsedSteps, params: int) -> list[st
         params: the number of parameters.
     """
     cached, before = caches(plain), plain.first
-    for one, other in zip(plain.after, cells.after, strict=False):
+
+    def unlike(one: Contents, other: Contents) -> list[str]:
         for_all = once_for_all(before, one, held_in(other), params)
         places = [
             place
             for place in changed(one, other)
             if place.startswith("param_groups") or (place in for_all and attribute_of(place) not in cached)
         ]
-        if places := [p for p in places if is_leaf(one.get(p, other.get(p))) and one.get(p) != before.get(p)]:
-            return places
-    return []
+        return [p for p in places if is_leaf(one.get(p, other.get(p))) and one.get(p) != before.get(p)]
+
+    return first_difference(plain, cells, unlike)
 
 
 def is_leaf(value: Any) -> bool:

@@ -26,8 +26,8 @@ from canzona_compile.rehearsal.declared_writes import DeclaredWrites
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, where
 from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.scenario import Scenario
-from canzona_compile.rehearsal.stepping import OneByOne, Plainly
-from canzona_compile.rehearsal.trial import RehearsedSteps
+from canzona_compile.rehearsal.stepping import OneByOne
+from canzona_compile.rehearsal.trial import Plainly, RehearsedSteps
 from canzona_compile.replica.construction import Construction
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import counts_of

@@ -28,8 +28,8 @@ from canzona_compile.rehearsal.asked import ADDRESS
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.rehearsal.real_sizes import check_real_sizes
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
-from canzona_compile.rehearsal.stepping import OneByOne, Plainly
-from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, read_later, take, texts_written
+from canzona_compile.rehearsal.stepping import OneByOne
+from canzona_compile.rehearsal.trial import Plainly, RehearsedSteps, contents_of, read_later, take, texts_written
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import seeded
@@ -95,21 +95,6 @@ def habits_of(found: Iterable[Rehearsal]) -> Rehearsal:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """A way in which a plan may step parameters, and what it is compared with.
-
-    Attributes:
-        plainly: takes the steps of a scenario as the plain optimizer does.
-        in_cells: takes them as a plan does, for an optimizer that took them so plainly.
-        differ: the places at which both differ first.
-    """
-
-    plainly: Callable[[Scenario], RehearsedSteps]
-    in_cells: Callable[[Scenario, RehearsedSteps], RehearsedSteps]
-    differ: Callable[[RehearsedSteps, RehearsedSteps], list[str]] = difference
-
-
-@dataclass(frozen=True, slots=True)
 class Compared:
     """A scenario in which a way of stepping gave the plain optimizer's bits, or the last one in which it did not.
 
@@ -142,12 +127,27 @@ class Compared:
         )
 
 
-def compared(manner: Manner, tries: Iterable[Scenario]) -> Compared:
-    """Step in one scenario after the other until both ways agree; the last comparison."""
+def compared(
+    tries: Iterable[Scenario],
+    plainly: Callable[[Scenario], RehearsedSteps],
+    in_cells: Callable[[Scenario, RehearsedSteps], RehearsedSteps],
+    differ: Callable[[RehearsedSteps, RehearsedSteps], list[str]] = difference,
+) -> Compared:
+    """Step in one scenario after the other until a way of stepping has the plain optimizer's bits.
+
+    Args:
+        tries: the scenarios.
+        plainly: takes the steps of a scenario as the plain optimizer does.
+        in_cells: takes them as a plan does, for an optimizer that took them so plainly.
+        differ: finds the places at which both differ first.
+
+    Returns:
+        The last comparison.
+    """
     for one in tries:
-        plain = manner.plainly(one)
-        cells = manner.in_cells(one, plain)
-        found = Compared(one, plain, cells, manner.differ(plain, cells))
+        plain = plainly(one)
+        cells = in_cells(one, plain)
+        found = Compared(one, plain, cells, differ(plain, cells))
         if not found.places:
             break
     return found
@@ -257,7 +257,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
         with seeded(device_of(optimizer)):
             return take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
 
-    found = compared(Manner(plainly, in_cells), scenario.easier(takes_foreach(optimizer)))
+    found = compared(scenario.easier(takes_foreach(optimizer)), plainly, in_cells)
     if found.places:
         raise refusal(optimizer, found.scenario, found.plain, found.cells, names)
     return found.habits(scenario)

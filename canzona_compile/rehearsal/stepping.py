@@ -1,4 +1,4 @@
-"""The ways to step a miniature: as the plain optimizer does, or in cells as a plan does."""
+"""The ways to step a miniature that are compared with the plain one: in cells as a plan does, or by objects."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from canzona_compile.eager.cell import carried, step_all, step_alone, whole_copy
 from canzona_compile.eager.own_object import OwnObject, Recipe
 from canzona_compile.eager.publish import ObjectShadow, Shadow, show
 from canzona_compile.errors import some
-from canzona_compile.rehearsal.trial import contents_of
+from canzona_compile.rehearsal.trial import Plainly, walk_of
 from canzona_compile.replica.construction import Construction, NotConstructible, reads_values
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import MutedDraws, seeded
 from canzona_compile.replica.snapshot import Contents
-from canzona_compile.replica.twin import plain_attributes, step_plainly
+from canzona_compile.replica.twin import plain_attributes
 
 
 class VisibleContext(enum.Enum):
@@ -33,24 +33,6 @@ class VisibleContext(enum.Enum):
     ATTRIBUTES = "reads attributes of its parameter that are no numbers and no texts"
     GROUP = "reads the position of a parameter in its group, or the number of parameters of the group"
     ALL_GROUPS = "reads the hyperparameters or the number of other parameter groups"
-
-
-class Plainly:
-    """Steps all parameters together, as the plain optimizer does."""
-
-    small: Miniature
-
-    def begin(self, small: Miniature) -> None:
-        """Get ready."""
-        self.small = small
-
-    def step(self) -> Any:
-        """Step all parameters."""
-        return step_plainly(self.small.optimizer)
-
-    def objects(self) -> Contents:
-        """There are none."""
-        return {}
 
 
 class OneByOne(Plainly):
@@ -198,11 +180,7 @@ class OwnObjects(Plainly):
             param.data.copy_(own.step(param.detach(), param.grad.clone(memory_format=torch.contiguous_format)))
 
     def _made(self, i: int) -> OwnObject:
-        param = self.small.params[i]
-        grad_dtype = param.dtype if param.grad is None else param.grad.dtype
-        spec = ParameterSpec(
-            tuple(param.shape), param.dtype, grad_dtype, param.device, tuple(plain_attributes(param).items())
-        )
+        spec = ParameterSpec.of(self.small.params[i])
         return OwnObject(self.recipe, f"parameter {i}", spec, self._group_of(i))
 
     def _group_of(self, i: int) -> Mapping[str, Any]:
@@ -213,19 +191,9 @@ class OwnObjects(Plainly):
         found: Contents = {}
         for i, own in self._objects.items():
             self.moving |= own.moving_numbers()
-            found |= {f"object {i}: {place}": value for place, value in contents_of(Shown(own)).items()}  # type: ignore[arg-type]
+            held = walk_of(own.optimizer, [own.param], own.label).found
+            found |= {f"object {i}: {place}": value for place, value in held.items()}
         return found
-
-
-class Shown:
-    """An object of one parameter, as `contents_of` takes a miniature."""
-
-    def __init__(self, own: OwnObject) -> None:
-        self.optimizer, self.params = own.optimizer, [own.param]
-
-    def label(self, value: Any) -> str | None:
-        """Name the parameter, and the optimizer."""
-        return "parameter" if value is self.params[0] else "the optimizer" if value is self.optimizer else None
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,24 +25,29 @@ from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import NoCollectives
-from canzona_compile.replica.snapshot import Contents, Snapshot, bits_of, changed
-from canzona_compile.replica.twin import as_written
+from canzona_compile.replica.snapshot import Contents, Label, Snapshot, bits_of, changed
+from canzona_compile.replica.twin import as_written, step_plainly
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
 
 
-class Stepping(Protocol):
-    """A way to step a miniature."""
+class Plainly:
+    """A way to step a miniature: all parameters together, as the plain optimizer does. Others derive from it."""
+
+    small: Miniature
 
     def begin(self, small: Miniature) -> None:
         """Get ready to step a miniature."""
+        self.small = small
 
     def step(self) -> Any:
         """Step it once; return what the optimizer's step returned."""
+        return step_plainly(self.small.optimizer)
 
     def objects(self) -> Contents:
-        """What the optimizer objects hold that step it, beside its own, by place."""
+        """What the optimizer objects hold that step it, beside its own, by place; it has none."""
+        return {}
 
 
 @dataclass(slots=True)
@@ -80,7 +85,7 @@ class RehearsedSteps:
     error: Exception | None = None
 
 
-def take(optimizer: Optimizer, scenario: Scenario, stepping: Stepping) -> RehearsedSteps:
+def take(optimizer: Optimizer, scenario: Scenario, stepping: Plainly) -> RehearsedSteps:
     """Take the steps of a scenario on a miniature of an optimizer. What lies outside is as before then."""
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
@@ -105,7 +110,7 @@ def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -
     return found
 
 
-def run(small: Miniature, scenario: Scenario, stepping: Stepping) -> RehearsedSteps:
+def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSteps:
     """Take the steps of a scenario, up to one of odd gradients that does not end.
 
     Raises:
@@ -141,7 +146,7 @@ def run(small: Miniature, scenario: Scenario, stepping: Stepping) -> RehearsedSt
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
         for param in small.params:
             param.grad = None
-        walk = walk_of(small)
+        walk = walk_of(small.optimizer, small.params, small.label)
         found.after.append(walk.found | stepping.objects())
         places = [place for place, value in walk.tensors() if memory_of(value) & gradients.memory]
         found.aliases |= dict.fromkeys(re.sub(r"the state of parameter \d+", "self.state[param]", p) for p in places)
@@ -227,13 +232,13 @@ def texts_written(found: RehearsedSteps) -> list[str]:
 
 def contents_of(small: Miniature) -> Contents:
     """Everything that a miniature holds now, by place."""
-    return walk_of(small).found
+    return walk_of(small.optimizer, small.params, small.label).found
 
 
-def walk_of(small: Miniature) -> Snapshot:
-    """Look at everything that a miniature holds now."""
-    optimizer, walk = small.optimizer, Snapshot(lambda v: small.label(v))
-    for i, param in enumerate(small.params):
+def walk_of(optimizer: Optimizer, params: Sequence[Tensor], label: Label) -> Snapshot:
+    """Look at everything that an optimizer holds now."""
+    walk = Snapshot(label)
+    for i, param in enumerate(params):
         values = Snapshot()
         values.add(f"parameter {i}", param)
         walk.found.update(values.found)

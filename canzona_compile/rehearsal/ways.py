@@ -18,7 +18,7 @@ from canzona_compile.rehearsal.own_objects import HidesValues, rehearse_objects
 from canzona_compile.rehearsal.rehearsal import Rehearsal, habits_of, rehearse
 from canzona_compile.rehearsal.whole_model import rehearse_coupled
 from canzona_compile.replica.construction import beginnings
-from canzona_compile.replica.held_optimizers import advice
+from canzona_compile.replica.homes import advice
 
 
 class Ways:

@@ -1,8 +1,8 @@
-"""Which memory tensors lie in, whether they share elements, and where gradients lay that an optimizer still holds."""
+"""Which memory tensors lie in and operators write, and where gradients lay that an optimizer still holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,32 @@ def memory_of(*values: Any) -> set[StorageWeakRef]:
     tensors = [local_part(value) for value in values if isinstance(value, Tensor)]
     own = [t for t in tensors if t.layout is torch.strided and not inner_tensors(t)]
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Name the memory of a tensor, also if that is fake, for as long as it is not freed."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def given_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator by name, without those that have their defaults."""
+    declared = func._schema.arguments
+    return {argument.name: value for argument, value in zip(declared, args, strict=False)} | dict(kwargs)
+
+
+def written_by(func: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
+    """The tensors that an operator writes: the name of the argument, the position if it is a list, the tensor.
+
+    Args:
+        func: the operator.
+        given: its arguments by name.
+    """
+    for argument in func._schema.arguments:
+        value = given.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write and value is not None:
+            for i, tensor in enumerate(value if isinstance(value, list | tuple) else [value]):
+                if isinstance(tensor, Tensor):
+                    yield argument.name, i, tensor
 
 
 def overlap(one: Any, other: Any) -> bool:

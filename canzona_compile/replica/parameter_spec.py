@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
+from canzona_compile.replica.twin import plain_attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,21 @@ class ParameterSpec:
     device: torch.device
     marks: tuple[tuple[str, Any], ...] = ()
     part: bool = False
+
+    @classmethod
+    def of(cls, param: Tensor, shape: Shape | None = None, grad_dtype: torch.dtype | None = None) -> ParameterSpec:
+        """Describe a parameter.
+
+        Args:
+            param: the parameter.
+            shape: that of the whole parameter; None for that of `param`.
+            grad_dtype: the dtype of its gradient; None for that of the gradient that it has now, if it has one.
+        """
+        if grad_dtype is None:
+            grad_dtype = param.dtype if param.grad is None else param.grad.dtype
+        shape = tuple(param.shape) if shape is None else shape
+        marks = tuple(sorted(plain_attributes(param).items()))
+        return cls(shape, param.dtype, grad_dtype, param.device, marks)
 
     @property
     def dims(self) -> str:
@@ -52,3 +68,20 @@ class ParameterSpec:
         param.grad = values(self.grad_dtype)
         vars(param).update(self.marks)
         return param
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ParamExample:
+    """A parameter on which the optimizer's code is captured.
+
+    Attributes:
+        group: its parameter group.
+        spec: its shape, dtypes and device.
+        name: its name, for errors.
+        state: its portable state, of which only the form matters; None if it has none yet.
+    """
+
+    group: Mapping[str, Any]
+    spec: ParameterSpec
+    name: str
+    state: Mapping[str, Any] | None = None

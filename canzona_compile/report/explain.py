@@ -1,16 +1,21 @@
-"""`explain`: how each parameter of an optimizer is updated, and why."""
+"""`explain`: how each parameter of an optimizer is updated, and why: by the plan in use, or by one made to tell."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from canzona_compile.errors import some
+from canzona_compile.errors import CanzonaError, some
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.report.page import PageModel, PageTable, Words
 from canzona_compile.report.terminal import Printable
 from canzona_compile.report.units import format_shape
-from canzona_compile.session.explained import ExplainedParameter, explained, on_rank
+from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.cells import check_whole
+from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
 STYLES = {
@@ -19,6 +24,35 @@ STYLES = {
     "local": "cyan",
     "refused": "red",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedParameter:
+    """One parameter.
+
+    Attributes:
+        name: its name; "name[part]" for a part of a parameter that is split.
+        shape: of the whole parameter, or of the part.
+        how: "compiled" (a graph computes its update), "eager" (the optimizer's own code does, on an owner rank that
+            has the whole matrix), "local" (elementwise: each rank updates its fragment) or "refused".
+        why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
+        rank: the rank that computes it alone, where one of several does.
+        cell: of what is eager, what steps together and whose object steps: "matrix" (each matrix, on the object that
+            all share), "own object" (each matrix, on an optimizer object of its own) or "model" (all parameters at
+            once, because they depend on one another).
+    """
+
+    name: str
+    shape: Shape
+    how: str
+    why: str
+    rank: int | None = None
+    cell: str = ""
+
+    @property
+    def treatment(self) -> tuple[Shape, str, str]:
+        """What it has in common with parameters that other ranks compute in the same way."""
+        return self.shape, self.how, self.why if self.rank is None else self.why.removeprefix(on_rank(self.rank))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -58,3 +92,85 @@ def explain_all(sessions: Sequence[Session]) -> Explanation:
     """Explain how each parameter of one optimizer or of several is updated, see `explained`."""
     names = "+".join(session.optimizer_name for session in sessions)
     return Explanation(names, tuple(row for session in sessions for row in explained(session)))
+
+
+def explained(session: Session) -> tuple[ExplainedParameter, ...]:
+    """Tell how each parameter is updated: by the plan in use, or before the first step by a plan made for this.
+
+    Args:
+        session: of a wrapped optimizer, or one made for this call.
+
+    Returns:
+        One entry per parameter, or per part of a parameter that is split.
+
+    Raises:
+        CanzonaError: no plan can hold all parameters together. A parameter that is refused by itself is only reported.
+    """
+    return _explained_ahead(session) if session.driver is None else tuple(rows_of(session.driver.plan))
+
+
+def _explained_ahead(session: Session) -> tuple[ExplainedParameter, ...]:
+    """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
+    named, siblings = session.named, session.siblings
+    binders = {session: session.exchanged()} if siblings is None else siblings.exchanged(session)
+    refused: dict[str, CanzonaError] = {}
+    bound = [b for b in session.bind(binders[session], refused) if b.name not in refused]
+    if any(b.kind.coupled is not None for b in bound):
+        try:
+            check_whole({b.task.name: b for b in bound})
+        except CanzonaError as error:
+            bound, refused = [], dict.fromkeys([name for name, _, _ in named], error) | refused
+    rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
+    if bound:
+        owned_as = None
+        if siblings is not None and not refused:
+            with contextlib.suppress(CanzonaError):  # of another optimizer, whose own rows say it
+                owned_as = siblings.owned(session, bound, binders)
+        made = make_plan(bound, session.optimizer_name, session.options, owned_as=owned_as)
+        planned = {row.name: row for row in rows_of(made)}
+        for b in bound:
+            rows[b.name].append(planned[b.task.name])
+    for name, _, param in named:
+        if name in refused:
+            rows[name] = [ExplainedParameter(name, tuple(param.shape), "refused", refused[name].problem)]
+    return tuple(row for name, _, _ in named for row in rows[name])
+
+
+def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
+    """Explain each parameter of a plan."""
+    owned = {task.name: task for task in plan.owned.tasks}
+    for name, bound in plan.bound.items():
+        reason, shape = bound.kind.template.interpreted, bound.task.shape
+        if name not in owned:
+            yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
+        elif bound.kind.coupled is not None:
+            yield ExplainedParameter(name, shape, "eager", reason, cell="model")
+        elif bound.kind.recipe is not None:
+            yield ExplainedParameter(name, shape, "eager", reason, cell="own object")
+        elif reason:
+            yield ExplainedParameter(name, shape, "eager", f"matrix by matrix, because {reason}", cell="matrix")
+        else:
+            rank, why = place_of(owned[name])
+            yield ExplainedParameter(name, shape, "compiled", why + way_of(bound), rank)
+
+
+def way_of(bound: BoundParam) -> str:
+    """Say how a parameter was captured, if not by Dynamo, and why not."""
+    recorder = bound.kind.recorder
+    return "" if recorder is None or not recorder.why else f"; captured by {recorder.way}, because {recorder.why}"
+
+
+def place_of(task: Task) -> tuple[int | None, str]:
+    """Say which rank computes a compiled task, and why; the rank also as a number, if it is one of several."""
+    if task.strategy is Strategy.LOCAL:
+        return None, "whole on its rank"
+    if task.owner is None:
+        return None, f"on every rank: {task.reason}"
+    replica, shard = task.owner
+    rank = task.layout.grid.ranks[replica][shard]
+    return rank, f"{on_rank(rank)}: {task.reason}"
+
+
+def on_rank(*ranks: int) -> str:
+    """Name one rank or some."""
+    return f"on {'rank' if len(ranks) == 1 else 'ranks'} {some(map(str, ranks))}"

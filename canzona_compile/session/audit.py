@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import step_alone, whole_copy
@@ -24,7 +23,6 @@ from canzona_compile.rehearsal.rehearsal import rehearse_as_now
 from canzona_compile.replica.leaves import write
 from canzona_compile.replica.randomness import draws
 from canzona_compile.replica.twin import plain_attributes
-from canzona_compile.session.plan import Plan
 from canzona_compile.session.state import StateStore
 
 
@@ -46,13 +44,11 @@ class Audit:
 
     Args:
         every: the number of steps from one audit to the next.
-        optimizer: the optimizer, whose own eager step is what counts.
-        plan: the plan.
-        store: the tensors of its tasks.
+        store: the tensors of the plan's tasks. What counts is the own eager step of its optimizer.
     """
 
-    def __init__(self, every: int, optimizer: Optimizer, plan: Plan, store: StateStore) -> None:
-        self.every, self.optimizer, self.plan, self.store = every, optimizer, plan, store
+    def __init__(self, every: int, store: StateStore) -> None:
+        self.every, self.optimizer, self.plan, self.store = every, store.optimizer, store.plan, store
         self._steps = 0
 
     def before(self, names: Iterable[str]) -> list[Expected]:

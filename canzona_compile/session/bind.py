@@ -28,8 +28,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.object_state import saved_shapes
-from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.twin import plain_attributes
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.params import check_disjoint, named_params
@@ -109,7 +108,7 @@ class Binder:
         for own in (one for one in self._named if one[0] not in (refused or ())):
             try:
                 with at_parameter(own[0]):
-                    found += self.bind_one(len(found), self.describe(*own))
+                    found += self.bind_one(len(found), self.divide(self.describe(*own)))
             except CanzonaError as error:
                 if refused is None:
                     raise
@@ -138,12 +137,27 @@ class Binder:
         shown = param if view is None else view.param
         laid = partial(self._layout, shown, view)
         layout = laid()
-        grad_dtype = param.dtype if param.grad is None else param.grad.dtype
-        spec = ParameterSpec(
-            layout.shape, param.dtype, grad_dtype, param.device, tuple(sorted(plain_attributes(param).items()))
-        )
+        spec = ParameterSpec.of(param, layout.shape)
         entries = partial(laid, 1) if cut_along_experts(shown) else None
         return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)
+
+    def divide(self, own: Described) -> Described:
+        """Find out whether `split=` divides a parameter, and into what, and whether its fragments can be put together.
+
+        Args:
+            own: what is known of it.
+
+        Raises:
+            UnsupportedLayout: the split does not fit its shape, or its layout.
+        """
+        split = chosen(self.options.split, own.name, own.layout.shape)
+        strided = None if own.stand_in is None else own.stand_in.strided(split)
+        if split is None or strided:
+            return replace(own, strided=strided)
+        box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
+        view = PiecesView(own.name, own.param, split, box)
+        view.show()
+        return replace(own, pieces=own.shown_by(view))
 
     def _layout(self, shown: Tensor, view: FragmentView | None, batch_dims: int = 0) -> Layout:
         """How a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
@@ -184,22 +198,16 @@ class Binder:
         Raises:
             CanzonaError: the parameter is not supported.
         """
-        split = chosen(self.options.split, own.name, own.layout.shape)
-        strided = None if own.stand_in is None else own.stand_in.strided(split)
-        pieces = None
-        if split is not None and not strided:
-            box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
-            pieces = PiecesView(own.name, own.param, split, box)
-        own = replace(own, state=self._state(own, pieces))
-        if pieces is not None:
-            pieces.show()
-            states = pieces.state_in(own.state or {})
-            bound = [self.bind_piece(index + i, own, pieces, i, state) for i, state in enumerate(states)]
-            if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
-                return bound
-            whole = self.bind_whole(index, own, strided)  # elementwise work gives on it what it gives on pieces
-            return [whole] if all(same_but_sizes(whole.kind, b.kind) for b in bound) else self.by_piece(own, bound)
-        return [self.bind_whole(index, own, strided)]
+        own = replace(own, state=self._state(own))
+        if own.fused is None:
+            return [self.bind_whole(index, own)]
+        states = own.fused.state_in(own.state or {})
+        pieces = [replace(piece, state=state) for piece, state in zip(own.pieces, states, strict=True)]
+        bound = [bound_to(index + i, piece, *self.layout_and_kind(piece)) for i, piece in enumerate(pieces)]
+        if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
+            return bound
+        whole = self.bind_whole(index, own)  # elementwise work gives on it what it gives on pieces
+        return [whole] if all(same_but_sizes(whole.kind, b.kind) for b in bound) else self.by_piece(own, bound)
 
     def by_piece(self, own: Described, bound: Sequence[BoundParam]) -> list[BoundParam]:
         """Let owners step pieces whose update is elementwise, but depends on their sizes."""
@@ -210,52 +218,27 @@ class Binder:
             for b, kind in zip(bound, kinds, strict=True)
         ]
 
-    def bind_whole(self, index: int, own: Described, strided: CanzonaError | None = None) -> BoundParam:
+    def bind_whole(self, index: int, own: Described) -> BoundParam:
         """Bind a parameter, or a slice of one, that is no fused parameter to its optimizer.
 
         Args:
             index: the index of its task.
             own: what is known of it, with its state.
-            strided: raised if ranks would have to put its fragments together; None if they can.
         """
-        layout, kind = self._kind(own)
+        layout, kind = self.layout_and_kind(own)
         local = elementwise(kind)
         if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):
             entries = self._entries(own, kind)
             layout = layout if entries is None else entries[0]
             spec = replace(own.spec, shape=layout.shape, part=entries is not None)
             kind, local = self.capture.interpreted(spec, reason), False
-        if strided and not local:
-            raise strided
+        if own.strided and not local:
+            raise own.strided
         if not local:
             check_gathers(layout, own.state or {})
         return bound_to(index, own, layout, kind)
 
-    def bind_piece(self, index: int, fused: Described, pieces: PiecesView, at: int, state: State | None) -> BoundParam:
-        """Bind one logical matrix of a fused parameter.
-
-        Args:
-            index: the index of its task.
-            fused: what is known of the fused parameter.
-            pieces: shows the matrix.
-            at: the position of the matrix among those that are shown.
-            state: the portable state of the matrix; None or empty if it has none.
-        """
-        part, entries = pieces.shown[at], fused.layout_of_entries
-        layout = pieces.layout_of(part, fused.layout)
-        piece = replace(
-            fused,
-            name=part.name,
-            param=pieces.params[at],
-            division=pieces,
-            layout=layout,
-            spec=replace(fused.spec, shape=layout.shape),
-            state=state,
-            layout_of_entries=None if entries is None else pieces.layout_of_entries(part, entries),
-        )
-        return bound_to(index, piece, *self._kind(piece))
-
-    def _state(self, own: Described, pieces: PiecesView | None) -> State | None:
+    def _state(self, own: Described) -> State | None:
         """The portable state of a parameter; of a plain fragment with DTensors as leaves."""
         view = own.stand_in
         if view is None:
@@ -264,8 +247,8 @@ class Binder:
         if not state:
             return None
         found = view.lookalikes(state)
-        if pieces is not None:
-            view.whole_leaves = pieces.own_leaves(found)
+        if own.fused is not None:
+            view.whole_leaves = own.fused.own_leaves(found)
         elif found:
             shapes = self._shapes_in(own, state)
             whole = {leaf for leaf in found if shapes.get(leaf, own.layout.shape) != own.layout.shape}
@@ -274,21 +257,22 @@ class Binder:
 
     def _shapes_in(self, own: Described, state: State) -> dict[str, Shape]:
         """The whole shapes of the leaves of a state, by name, as far as the optimizer's code tells them."""
-        _, kind = self._kind(own)
+        _, kind = self.layout_and_kind(own)
         if kind.recipe is not None and is_portable(state):
             return saved_shapes(state)
         if kind.recorder is not None:
             return {leaf.name: leaf.shape for leaf in kind.state}
-        made = state_after_a_step(self.optimizer, self.optimizer.param_groups[own.group], own.spec)
+        group = self.optimizer.param_groups[own.group]
+        made = state_after_a_step(self.optimizer, group, own.spec)
         return {leaf: tuple(value.shape) for leaf, value in made.items()}
 
-    def _kind(self, own: Described) -> tuple[Layout, ParamKind]:
-        """Find the layout and the kind of a matrix.
+    def layout_and_kind(self, own: Described) -> tuple[Layout, ParamKind]:
+        """Find the layout and the kind of a matrix, with its state.
 
         If it is a stack of independent matrices whose first dimension is sharded, the result describes this rank's
         entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
         """
-        kind = self._captured(own.group, own.spec, own.name, own.state)
+        kind = self._captured(own)
         entries = None if kind.coupled is not None or elementwise(kind) else self._entries(own, kind)
         return entries or (own.layout, kind)
 
@@ -306,13 +290,15 @@ class Binder:
         parts: dict[int, ParamKind] = {}
         for number in numbers:
             spec = replace(own.spec, shape=(number, *whole[1:]), part=True)
-            parts[number] = self._captured(own.group, spec, own.name, state_of_entries(own.state, whole[0], number))
+            state = state_of_entries(own.state, whole[0], number)
+            parts[number] = self._captured(replace(own, spec=spec, state=state))
             if not same_but_sizes(kind, parts[number]):
                 return None
         return layout, parts[layout.shape[0]]
 
-    def _captured(self, group: int, spec: ParameterSpec, name: str, state: State | None) -> ParamKind:
-        return self.capture.kind_of(self.optimizer.param_groups[group], spec, name, state or None)
+    def _captured(self, own: Described) -> ParamKind:
+        group = self.optimizer.param_groups[own.group]
+        return self.capture.kind_of(ParamExample(group, own.spec, own.name, own.state or None))
 
     def _missing_rule(self, group: int, param: DTensor) -> str:
         key = (group, param.shape, param.placements, param.device_mesh)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec
@@ -62,6 +63,8 @@ class Described:
         name: of its task.
         group: the index of its parameter group.
         param, stand_in, division: as of `BoundParam`.
+        pieces: the matrices that it consists of, if it is a fused parameter.
+        strided: raised if ranks would have to put its fragments together; None if they can.
         layout: where its fragments lie.
         spec: what the optimizer's code can see of it.
         state: its portable state; None or empty if it has none.
@@ -76,4 +79,32 @@ class Described:
     spec: ParameterSpec
     state: State | None = None
     division: PiecesView | None = None
+    pieces: tuple[Described, ...] = ()
+    strided: CanzonaError | None = None
     layout_of_entries: Callable[[], Layout] | None = None
+
+    @property
+    def fused(self) -> PiecesView | None:
+        """Shows its pieces; None if it is no fused parameter."""
+        return next((piece.division for piece in self.pieces), None)
+
+    def shown_by(self, view: PiecesView) -> tuple[Described, ...]:
+        """Describe the pieces of it that a view shows.
+
+        Raises:
+            UnsupportedLayout: a fragment holds rows of a piece that are no neighbours in it.
+        """
+        found = []
+        for part, param in zip(view.shown, view.params, strict=True):
+            layout, entries = view.layout_of(part, self.layout), self.layout_of_entries
+            piece = replace(
+                self,
+                name=part.name,
+                param=param,
+                division=view,
+                layout=layout,
+                spec=replace(self.spec, shape=layout.shape),
+                layout_of_entries=None if entries is None else view.layout_of_entries(part, entries),
+            )
+            found.append(piece)
+        return tuple(found)

@@ -25,17 +25,14 @@ from canzona_compile.eager.nodes import Part
 from canzona_compile.eager.own_object import OWN_OBJECT, OwnObject, Recipe, is_portable
 from canzona_compile.eager.publish import ObjectShadow, show
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, OneRankSteps, UnsupportedOptimizer
-from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.construction import NotConstructible, atoms_of
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import watched
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot
 from canzona_compile.replica.twin import plain_attributes
-from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import ProgramKey
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Names
@@ -46,12 +43,11 @@ class Cells:
 
     Args:
         capture: the captured code of the wrapped optimizer, which never steps. Users change its hyperparameters.
-        plan: the plan.
         store: the tensors of the plan's tasks.
     """
 
-    def __init__(self, capture: Capture, plan: Plan, store: StateStore) -> None:
-        self.optimizer, self.began, self.plan, self.store = capture.optimizer, capture.ways.began, plan, store
+    def __init__(self, capture: Capture, store: StateStore) -> None:
+        self.optimizer, self.began, self.plan, self.store = capture.optimizer, capture.ways.began, store.plan, store
         self._kind = plain_class(self.optimizer).__name__
         self._objects: dict[str, OwnObject] = {}
         self._shadow: ObjectShadow | None = None
@@ -160,11 +156,10 @@ class Cells:
 
     def _made(self, task: Task, bound: BoundParam) -> OwnObject:
         assert bound.kind.recipe is not None
-        param, g = bound.param, bound.param_group
+        g = bound.param_group
         recipe = self._renewed(bound.kind.recipe)
         began = self.began[g] if g < len(self.began) else None
-        marks = tuple(sorted(plain_attributes(bound.origin).items()))
-        spec = ParameterSpec(task.shape, param.dtype, bound.kind.grad_dtype, param.device, marks)
+        spec = ParameterSpec.of(bound.origin, task.shape, bound.kind.grad_dtype)
         try:
             return OwnObject(recipe, task.name, spec, self.optimizer.param_groups[g], began)
         except NotConstructible as error:
@@ -224,20 +219,18 @@ class CoupledStep:
 
     Args:
         cells: of the plan, in which one rank owns all tasks.
-        groups: finds process groups.
-        rank: this rank, global.
-        watch: waits for collectives.
 
     Raises:
         UnsupportedOptimizer: a parameter is no whole tensor to the plan.
     """
 
-    def __init__(self, cells: Cells, groups: Groups, rank: int, watch: Watch) -> None:
-        self.cells, self.groups, self.watch = cells, groups, watch
+    def __init__(self, cells: Cells) -> None:
+        self.cells, self.store = cells, cells.store
         self.plan = plan = cells.plan
         task = plan.owned.tasks[0]
         self.ranks = task.layout.grid.members()
         self.owner = self.ranks[0] if task.owner is None else task.layout.grid.ranks[task.owner[0]][task.owner[1]]
+        rank = self.store.rank
         self.here = self.owner == rank
         first = next(iter(plan.bound.values()))
         update, kind = first.kind.coupled, plain_class(cells.optimizer).__name__
@@ -271,7 +264,8 @@ class CoupledStep:
             run(self._program(names, [Part.BRING if name in there else Part.STILL for name in names]))
             left: Any = self.cells.step_brought() if self.here else None
             if len(self.ranks) > 1:
-                left = send_values(left, self.owner, self.groups.of(self.ranks), self.device, self.watch)
+                group = self.store.groups.of(self.ranks)
+                left = send_values(left, self.owner, group, self.device, self.store.watch)
             homes, same, stateful = left
             show(homes, same, self.cells.optimizer)
             run(self._program(names, [Part.TAKE] * len(names)))

@@ -16,7 +16,7 @@ from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
-from canzona_compile.session.plan import Plan, emit, lower, taking
+from canzona_compile.session.plan import emit, lower, taking
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Names, VariantAssignment
 
@@ -102,25 +102,15 @@ class ProgramMaker:
     """Makes the programs of one plan on one rank.
 
     Args:
-        plan: the plan.
         options: the options of the wrapped optimizer.
-        rank: this rank, global.
         observers: see every pass that runs; the list may grow later.
-        store: the tensors of the tasks; it tells which state is symmetric.
+        store: the tensors of the plan's tasks on this rank; it tells which state is symmetric.
         sources: what the inputs of programs are bound to.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        options: Options,
-        rank: int,
-        observers: Sequence[Observer],
-        store: StateStore,
-        sources: Sources,
-    ) -> None:
-        self.plan, self.options, self.rank, self.observers = plan, options, rank, observers
-        self.store, self.sources = store, sources
+    def __init__(self, options: Options, observers: Sequence[Observer], store: StateStore, sources: Sources) -> None:
+        self.options, self.observers, self.store, self.sources = options, observers, store, sources
+        self.plan, self.rank = store.plan, store.rank
 
     def of_variants(self, key: ProgramKey, memory: SharedSlots) -> BoundProgram:
         """Make the program of some tasks and the variants that their code takes.

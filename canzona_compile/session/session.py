@@ -26,7 +26,7 @@ from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
+from canzona_compile.session.checkpoints import is_dummy_step, undone
 from canzona_compile.session.compared import ChangeKind, StepChange
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.params import check_params, named_params, notice_data_parallel

@@ -83,11 +83,11 @@ class StepDriver:
         self.store = StateStore(optimizer, plan, self.gradients, groups, rank, watch)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        self._cells = Cells(capture, plan, self.store)
+        self._cells = Cells(capture, self.store)
         coupled = any(bound.kind.coupled for bound in plan.bound.values())
-        self._coupled = CoupledStep(self._cells, groups, rank, watch) if coupled else None
+        self._coupled = CoupledStep(self._cells) if coupled else None
         sources = Sources(device, groups, watch, self.store, self.cohorts, self._cells)
-        self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
+        self._maker = ProgramMaker(options, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
         self.first_buffers = 0
         self.last: BoundProgram | None = None
@@ -95,7 +95,7 @@ class StepDriver:
         self._shadow = Shadow(optimizer)
         self._numbers = SharedNumbers(optimizer, plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
-        self._audit = None if options.audit is None else Audit(options.audit, optimizer, plan, self.store)
+        self._audit = None if options.audit is None else Audit(options.audit, self.store)
         self._held_state = HeldState(optimizer)
         self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
         self._agreed = self._next = Participants()  # those of the last step, and of the next one

@@ -6,7 +6,6 @@ A rank that refuses a parameter says so in the same exchange, so that no rank wa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -189,24 +188,12 @@ def exchange_rows(
 
 def gathered(mesh: DeviceMesh, told: Mapping[str, FragmentEntry]) -> dict[MeshCoordinate, Mapping[str, FragmentEntry]]:
     """What every rank of a mesh tells, by coordinate. This is a collective over each dim of the mesh in turn."""
-    found: Any = told
+    found: dict[MeshCoordinate, Mapping[str, FragmentEntry]] = {tuple(mesh.get_coordinate() or ()): told}
     for dim in reversed(range(mesh.ndim)):
         everybody: list[Any] = [None] * mesh.size(dim)
-        group = mesh.get_group(dim)
-        dist.all_gather_object(everybody, found, group=group)
-        # A group is in the order of its ranks, which a mesh need not be in.
-        here: list[Any] = list(mesh.get_coordinate() or ())
-        line = mesh.mesh[tuple(slice(None) if i == dim else at for i, at in enumerate(here))].tolist()
-        by_rank = dict(zip(dist.get_process_group_ranks(group), everybody, strict=True))
-        found = [by_rank[rank] for rank in line]
-    return {at: nested(found, at) for at in product(*(range(n) for n in mesh.mesh.shape))}
-
-
-def nested(values: Any, at: Sequence[int]) -> Any:
-    """The entry of nested lists at a coordinate."""
-    for index in at:
-        values = values[index]
-    return values
+        dist.all_gather_object(everybody, found, group=mesh.get_group(dim))
+        found = {at: entries for known in everybody for at, entries in known.items()}
+    return dict(sorted(found.items()))
 
 
 def ranks_of(mesh: DeviceMesh) -> list[int]:

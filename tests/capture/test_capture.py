@@ -25,7 +25,7 @@ from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
 from canzona_compile.passes import Canonicalize
 from canzona_compile.rehearsal.rehearsal import rehearse
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from tests.harness import toy_optimizers as toys
 from tests.harness.optimizers import EntriesMuon, StackMuon
 from tests.harness.pairs import Pair, feed, muon, parameters
@@ -50,7 +50,7 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
 
 def kinds_of(optimizer: Optimizer, *specs: ParameterSpec) -> tuple[Capture, list[ParamKind]]:
     capture = Capture(optimizer)
-    return capture, [capture.kind_of(optimizer.param_groups[0], s, "w") for s in specs]
+    return capture, [capture.kind_of(ParamExample(optimizer.param_groups[0], s, "w")) for s in specs]
 
 
 def targets(graph: fx.Graph) -> list[str]:
@@ -72,10 +72,10 @@ def test_groups_that_differ_in_numbers_share_templates() -> None:
     groups = [{"params": parameters([(6, 4)]), "lr": lr, "momentum": 1 - lr} for lr in (0.1, 0.2, 0.3)]
     optimizer = muon(groups)
     capture = Capture(optimizer)
-    kinds = {id(capture.kind_of(group, spec(6, 4), "w")) for group in optimizer.param_groups}
+    kinds = {id(capture.kind_of(ParamExample(group, spec(6, 4), "w"))) for group in optimizer.param_groups}
     assert (capture.captures, len(kinds)) == (1, 1)
     other = {**optimizer.param_groups[0], "nesterov": False}
-    assert id(capture.kind_of(other, spec(6, 4), "w")) not in kinds
+    assert id(capture.kind_of(ParamExample(other, spec(6, 4), "w"))) not in kinds
 
 
 def test_numbers_stay_symbolic() -> None:
@@ -150,7 +150,7 @@ INDEPENDENT: dict[str, Callable[[list[Any]], Optimizer]] = {
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_independent_optimizers_pass(name: str) -> None:
     optimizer = INDEPENDENT[name](parameters())
-    followed = check_separable(optimizer, optimizer.param_groups[0], spec(6, 4), "w")
+    followed = check_separable(optimizer, ParamExample(optimizer.param_groups[0], spec(6, 4), "w"))
     assert followed is (name != "host-reading"), "a number on the host has no labels"
 
 
@@ -193,7 +193,7 @@ def test_coupled_optimizers_do_not(kind: type[Optimizer]) -> None:
 def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimizer]) -> None:
     optimizer = kind(parameters())  # type: ignore[call-arg]
     with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
-        check_separable(optimizer, optimizer.param_groups[0], spec(6, 4), "layer.weight")
+        check_separable(optimizer, ParamExample(optimizer.param_groups[0], spec(6, 4), "layer.weight"))
     assert caught.value.at == "layer.weight"
 
 

@@ -164,12 +164,30 @@ class HoldingGradients(PerParameter):
         state["last"] = grad
 
 
+class Rated(PerParameter):
+    """Elementwise, at a rate that an attribute of the parameter says, as in modded-nanogpt."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        average = state.setdefault("average", torch.zeros_like(param))
+        average.mul_(0.9).add_(grad)
+        param.add_(average, alpha=-group["lr"] * getattr(param, "lr_mul", 1.0))
+
+
+def rated(named: Named) -> Named:
+    """Give parameters a rate each."""
+    for i, (_, param) in enumerate(named):
+        own: Any = param
+        own.lr_mul = 1.0 + i
+    return named
+
+
 MAKERS: dict[str, Callable[[Named], list[Optimizer]]] = {
     "muon": lambda m: [Muon(matrices(m), lr=0.02, weight_decay=0.1), AdamW(vectors(m), lr=1e-2)],
     "soap": lambda m: [SOAP(matrices(m), lr=1e-2, every=3), AdamW(vectors(m), lr=1e-2)],
     "interpreted": lambda m: [Weighing(matrices(m), lr=1e-2), AdamW(vectors(m), lr=1e-2)],
     "adamw": lambda m: [AdamW(m, lr=1e-2)],
     "holds gradients": lambda m: [HoldingGradients(m, lr=1e-2)],
+    "rates in attributes": lambda m: [Rated(rated(m), lr=1e-2)],
 }
 
 

@@ -37,7 +37,7 @@ from canzona_compile.ir.step import (
     Wire,
 )
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 
 aten = torch.ops.aten
 CPU = Machine("cpu", "gloo", 1)
@@ -70,7 +70,7 @@ def muon_template(shape: Shape) -> Template:
     """torch.optim.Muon's step for one matrix of float32."""
     capture = muon_capture()
     spec = ParameterSpec(shape, torch.float32, torch.float32, torch.device("cpu"))
-    template = capture.kind_of(capture.optimizer.param_groups[0], spec, "weight").template
+    template = capture.kind_of(ParamExample(capture.optimizer.param_groups[0], spec, "weight")).template
     assert not template.interpreted, template.interpreted
     return template
 

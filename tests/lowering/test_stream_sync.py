@@ -29,7 +29,7 @@ from canzona_compile.ir.step import Act, BufferUse, Form, Step, Task, Template
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.passes import planning_passes
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.session import plan
 from canzona_compile.session.plan import emit, lower
 from examples.optimizers.shampoo import Shampoo
@@ -50,7 +50,7 @@ def templates(name: str, shape: Shape) -> tuple[Template, ...]:
     """All variants of an optimizer's step for one matrix."""
     optimizer = MAKERS[name]([torch.nn.Parameter(torch.zeros(2, 2))])
     spec = ParameterSpec(shape, torch.float32, torch.float32, torch.device("cpu"))
-    kind = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "weight")
+    kind = Capture(optimizer).kind_of(ParamExample(optimizer.param_groups[0], spec, "weight"))
     assert not kind.template.interpreted, kind.template.interpreted
     return tuple(kind.templates.values())
 

@@ -15,7 +15,7 @@ from canzona_compile.ir.step import Form, Role, Step, Task, Template
 from canzona_compile.ir.verifier import verify
 from canzona_compile.machine.hardware import Curve, Hardware, Machine, named_hardware
 from canzona_compile.passes import Canonicalize, Roots
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from tests.harness.samples import grid_of, rows_layout
 from tests.kernels.test_roots import with_spectrum
 
@@ -59,7 +59,7 @@ def captured(kind: type[Optimizer]) -> Template:
     """A step that refreshes."""
     optimizer = kind([torch.nn.Parameter(torch.zeros(2, 2))], every=1)  # type: ignore[call-arg]
     spec = ParameterSpec(SHAPE, torch.float32, torch.float32, torch.device("cpu"))
-    template = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "w").template
+    template = Capture(optimizer).kind_of(ParamExample(optimizer.param_groups[0], spec, "w")).template
     assert not template.interpreted
     return Canonicalize()(step_of(template, gpu())).templates[0]
 

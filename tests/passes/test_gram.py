@@ -26,7 +26,7 @@ from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.passes.gram import rewritten
 from canzona_compile.passes.symmetry import rewritten as with_halves
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.report.build import Facts, make_report
 from examples.optimizers.shampoo import Shampoo
 from tests.harness.random_graphs import evaluate
@@ -347,7 +347,7 @@ def test_statistics_are_no_iteration() -> None:
     """Shampoo's L and R are products of a matrix with its transpose, and nothing is iterated."""
     optimizer = Shampoo([torch.nn.Parameter(torch.zeros(2, 2))], every=1)
     spec = ParameterSpec((6, 40), torch.float32, torch.float32, torch.device("cpu"))
-    kind = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "weight")
+    kind = Capture(optimizer).kind_of(ParamExample(optimizer.param_groups[0], spec, "weight"))
     assert all(chains(t.graph) == () for t in kind.templates.values())
 
 

@@ -24,7 +24,7 @@ from canzona_compile.kernels import gemm_axpby, sym_gemm
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.passes import Symmetry, lowering_passes, planning_passes
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.conftest import Golden
@@ -113,7 +113,7 @@ def captured(kind: type[torch.optim.Optimizer]) -> tuple[Template, ...]:
     """All variants of an optimizer's step for float64 matrices [6, 10]."""
     optimizer = kind([torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))], every=2)  # type: ignore[call-arg]
     spec = ParameterSpec((6, 10), torch.float64, torch.float64, torch.device("cpu"))
-    kinds = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "weight")
+    kinds = Capture(optimizer).kind_of(ParamExample(optimizer.param_groups[0], spec, "weight"))
     return tuple(kinds.templates.values())
 
 

@@ -11,8 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from canzona_compile.report.explain import Explanation
-from canzona_compile.session.explained import ExplainedParameter
+from canzona_compile.report.explain import ExplainedParameter, Explanation
 from tests.harness import toy_optimizers as toys
 from tests.harness.pairs import Pair, feed, muon, parameters
 from tests.harness.traps import NAMED

@@ -112,6 +112,11 @@ def test_an_optimizer_that_holds_on_to_gradients() -> None:
     on_ranks("holds gradients", "patterns", (2,), EVEN)
 
 
+@pytest.mark.ranks
+def test_elementwise_steps_see_the_attributes_of_fragments() -> None:
+    on_ranks("rates in attributes", "patterns", (2,), EVEN)
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(("make", "cuts"), [("muon", UNEVEN), full("soap", EVEN)])

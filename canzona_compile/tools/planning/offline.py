@@ -24,7 +24,7 @@ from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
 from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.session.plan import joined
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
@@ -174,7 +174,7 @@ def captured_by(
 
     def kind_of(shape: Shape, g: int, name: str) -> ParamKind:
         spec = ParameterSpec(shape, DTYPE, DTYPE, torch.device("cpu"))
-        return capture.kind_of(optimizer.param_groups[g], spec, name)
+        return capture.kind_of(ParamExample(optimizer.param_groups[g], spec, name))
 
     tasks: list[Task] = []
     periods: dict[str, VariantPeriod] = {}

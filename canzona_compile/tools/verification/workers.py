@@ -16,7 +16,7 @@ from canzona_compile.api.wrap import explain
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
-from canzona_compile.session.explained import ExplainedParameter
+from canzona_compile.report.explain import ExplainedParameter
 from canzona_compile.session.params import check_gradient
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
