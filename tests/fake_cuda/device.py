@@ -111,12 +111,16 @@ class FakeDevice:
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
         self.held = self.most = 0  # bytes of tensors that are alive and of pools, now and at most
         self.calls: Counter[str] = Counter()  # of names of `torch.cuda`, and of replays
+        self.launches: Counter[str] = Counter()  # of work that was put on a stream, by name
+        self.shown = False  # whether parameters say that they lie here, see `model_on_device`
+        self.state: list[Any] = []  # of optimizers; as long as a tensor is in it, its memory is not used anew
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 
     def put(self, name: str, work: Callable[[], None]) -> None:
         """Let the current stream do some work."""
         queue = self.current.queue
+        self.launches[name] += 1
         if self.capture is not None:
             self.capture.put(name, queue, work)
             return
