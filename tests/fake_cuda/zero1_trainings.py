@@ -9,6 +9,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel import gradient
 from canzona_compile.data_parallel.engine import Zero1
 from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.passes.symmetry import Symmetry
 from canzona_compile.replica.twin import step_plainly
 from canzona_compile.session import step_driver
 from canzona_compile.session.session import Session
@@ -49,12 +51,11 @@ Values = dict[str, dict[str, Tensor]]  # by module and parameter
 Shapes = dict[str, dict[str, tuple[int, ...]]]
 Maker = Callable[[nn.Module], Any]
 
-# Buckets of 4 KiB: "c" and "d" are one, "b" another. A bucket of matrices whose owners hold unequally much is uneven.
+# In buckets of 2 KiB each of two ranks owns one matrix of every bucket, so all are uniform.
 LEVEL: Shapes = {
     "a": {"weight": (24, 16), "bias": (24,)},
     "b": {"weight": (24, 16), "bias": (24,)},
-    "c": {"weight": (24, 16), "bias": (128,)},
-    "d": {"weight": (24, 16)},
+    **{name: {"weight": (24, 16)} for name in "cdef"},
 }
 UNEVEN: Shapes = {
     "a": {"weight": (24, 16), "bias": (24,)},
@@ -100,6 +101,7 @@ class Script:
         missing: by step, the modules that take no part on which ranks.
         side: whether the model runs on another stream than steps do.
         rates: by step, a new learning rate.
+        dtype: of parameters and gradients.
         options: of `zero1`.
     """
 
@@ -113,6 +115,7 @@ class Script:
     missing: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)
     side: bool = False
     rates: dict[int, float] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -125,7 +128,7 @@ class RankResult:
         state: what checkpoints hold of the state, tensors alone.
         waits: for each step, how often the host waited for the device in backward passes, and from there to the next.
         calls: for each step, the calls of `torch.cuda` by name.
-        launches: for each step, the work that was put on streams of the device, by name.
+        launches: the work that the last step put on streams, by name: backward passes, clipping, and updates.
         kinds: whether each bucket is uniform.
     """
 
@@ -133,26 +136,25 @@ class RankResult:
     state: list[Tensor]
     waits: list[tuple[int, int]]
     calls: list[Counter[str]]
-    launches: list[Counter[str]]
+    launches: tuple[Counter[str], ...]
     kinds: list[bool]
 
 
 def first_values(script: Script) -> Values:
-    random = torch.Generator().manual_seed(3)
-    return made(script.shapes, random)
+    return made(script, 3)
 
 
-def made(shapes: Shapes, random: torch.Generator) -> Values:
+def made(script: Script, seed: int) -> Values:
+    random = torch.Generator().manual_seed(seed)
     return {
-        part: {name: torch.randn(shape, generator=random) for name, shape in own.items()}
-        for part, own in shapes.items()
+        part: {name: torch.randn(shape, generator=random).to(script.dtype) for name, shape in own.items()}
+        for part, own in script.shapes.items()
     }
 
 
 def values_of(script: Script, step: int, micro: int, rank: int) -> Values:
     """What is in the gradients of a rank beside what its forward pass reads."""
-    random = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
-    return made(script.shapes, random)
+    return made(script, 10_000 * step + 100 * micro + rank)
 
 
 def set_rate(optimizers: Sequence[Optimizer], rate: float | None) -> None:
@@ -181,7 +183,7 @@ def plain_training(script: Script) -> RankResult:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return RankResult(params_of(model), state_of(optimizers), [], [], [], [])
+    return RankResult(params_of(model), state_of(optimizers), [], [], (), [])
 
 
 def reduced(script: Script, step: int, part: str, name: str, param: Tensor) -> Tensor | None:
@@ -189,17 +191,17 @@ def reduced(script: Script, step: int, part: str, name: str, param: Tensor) -> T
     missing = script.missing.get(step, {})
     if all(part in missing.get(rank, ()) for rank in range(script.world)):
         return None
-    share = 1.0 / script.world
+    share, wire = 1.0 / script.world, script.options.get("reduce_dtype") or script.dtype
     found: list[Tensor] = []
     for rank in range(script.world):
         own = torch.zeros_like(param)
         for micro in range(script.accumulate) if part not in missing.get(rank, ()) else ():
             grad = param * READ + values_of(script, step, micro, rank)[part][name]
             own = grad if micro == 0 else own + grad
-        found.append(own * share)
+        found.append(own.to(wire) * share)
     size = script.world // script.replicas
     rows = [functools.reduce(torch.add, found[at : at + size]) for at in range(0, script.world, size)]
-    return functools.reduce(torch.add, rows)
+    return functools.reduce(torch.add, rows).to(script.dtype)
 
 
 def params_of(model: nn.Module) -> dict[str, Tensor]:
@@ -233,27 +235,32 @@ def train(script: Script, rank: int) -> RankResult:
     handle = (optimizer if not isinstance(optimizer, list) else own[0]).canzona
     kinds = [bucket.uniform for bucket in own[0].canzona.zero1.buckets]
     caller = device.current
-    stream = torch.cuda.Stream() if script.side else caller
-    waits, calls, launches = [], [], []
+    stream = torch.cuda.Stream(device.index) if script.side else caller
+    waits: list[tuple[int, int]] = []
+    calls: list[Counter[str]] = []
+    launches: list[Counter[str]] = []
     for step in range(script.steps):
         set_rate(own, script.rates.get(step))
-        before = device.waits, Counter(device.calls), Counter(device.launches)
+        before, called = device.waits, Counter(device.calls)
+        launched = [Counter(device.launches)]
         with training():
             for micro in range(script.accumulate):
                 one_pass(script, model, handle, stream, step, micro)
             between = device.waits
+            launched.append(Counter(device.launches))
             if script.clip is not None:
                 handle.clip_grad_norm_(script.clip)
+            launched.append(Counter(device.launches))
             for member in [optimizer] if not isinstance(optimizer, list) else own:
                 member.step()
                 member.zero_grad()
-        waits.append((between - before[0], device.waits - between))
-        calls.append(device.calls - before[1])
-        launches.append(device.launches - before[2])
+        waits.append((between - before, device.waits - between))
+        calls.append(device.calls - called)
+        launches = [late - early for early, late in pairwise([*launched, device.launches])]
     with training():
         handle.synchronize()
     look()
-    return RankResult(params_of(model), state_of(own), waits, calls, launches, kinds)
+    return RankResult(params_of(model), state_of(own), waits, calls, tuple(launches), kinds)
 
 
 def one_pass(script: Script, model: nn.Module, handle: Any, stream: Any, step: int, micro: int) -> None:
@@ -349,6 +356,8 @@ def zero1_on_device() -> Iterator[None]:
             (Session, "ready", lambda session: Beside(ready(session))),
             (Session, "_dummy_step", beside(Session._dummy_step)),
             (StepDriver, "step", beside(StepDriver.step)),
+            # Symmetric products of ours round otherwise. Without them, the plain optimizer's bits are the right ones.
+            (Symmetry, "__call__", lambda _, step: step),
             (step_driver, "step_plainly", step_on_device),
             (Fragment, "_local", local_on_device),
             (Zero1, "__init__", made_shown),
@@ -358,6 +367,13 @@ def zero1_on_device() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+def distance(results: Sequence[RankResult], plain: RankResult) -> float:
+    """How far an element of a parameter, or of its state, is at most from that of the plain training."""
+    pairs = [(own.params[name], value) for own in results for name, value in plain.params.items()]
+    pairs += [pair for own in results for pair in zip(own.state, plain.state, strict=True)]
+    return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 def run_script(script: Script, seed: int | None) -> list[RankResult]:
