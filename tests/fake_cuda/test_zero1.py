@@ -46,8 +46,8 @@ SCRIPTS: dict[str, Script] = {
 def right(name: str) -> list[RankResult]:
     """What a training has to give in any order: what it gives when each piece of work is done at once.
 
-    These are the plain optimizer's bits. A sum over a table that is cut has another order, so that the norm of gradients
-    is another by rounding, and all that is scaled by it.
+    These are the plain optimizer's bits. Only the norm of a table that is cut is summed in another order, and rounds
+    otherwise; so does all that is scaled by it.
     """
     script = SCRIPTS[name]
     plain, prompt = plain_training(script), run_script(script, None)
