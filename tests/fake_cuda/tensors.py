@@ -22,7 +22,6 @@ from tests.fake_cuda.scheduler import DeviceError
 
 READS = ("_local_scalar_dense", "equal", "is_nonzero")  # give the host a value
 WAITS = ("linalg_eigh", "_linalg_eigh", "linalg_qr", "linalg_cholesky", "cholesky", "geqrf", "_linalg_svd", "nonzero")
-COPIES = ("copy_", "_foreach_copy_", "_to_copy")
 BARE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # launch nothing
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "sym_gemm", "gemm_axpby")
 
@@ -122,8 +121,8 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     targets = [x for a, w in zip(args, writes, strict=False) if w for x in pytree.tree_leaves(a)]
     if name in READS or name in WAITS or any(not isinstance(t, DeviceTensor) for t in targets):
         device.finish(device.current)
-    if name in COPIES and any(h.ndim for h in hosts) and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
-        device.finish(device.current)  # torch waits for copies from the host unless it is told not to
+    if any(h.ndim for h in hosts) and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+        device.finish(device.current)  # torch copies it, an index too, and waits for that unless it is told not to
     with plainly():
         inner_args, inner_kwargs = pytree.tree_map_only(
             Tensor, lambda t: t.inner if isinstance(t, DeviceTensor) else t.clone(), (args, kwargs)

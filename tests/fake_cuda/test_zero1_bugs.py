@@ -7,7 +7,7 @@ order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -141,11 +141,10 @@ def not_waited_for(values: Tensor, op: Any, groups: Any, watch: Any) -> None:
             dist.all_reduce(values, op, group=own, async_op=True)
 
 
-def gathered_backwards(own: Gathering, indices: Any) -> None:
+def gathered_backwards(own: Gathering, buckets: Iterable[Bucket]) -> None:
     """Gather in another order on one rank."""
     own.unsettled = True
-    found = sorted(indices, reverse=dist.get_rank() == 0)
-    own._waiting.extend(own.filling.buckets[i] for i in found)
+    own._waiting.extend(sorted(buckets, key=lambda bucket: bucket.index, reverse=dist.get_rank() == 0))
 
 
 take, fill, begin, hand_out = Reduction._take, Reduction._filled, Gathering.start, Reduction._hand_out

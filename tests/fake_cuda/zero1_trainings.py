@@ -8,7 +8,7 @@ import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Muon, Optimizer
 from torch.utils import _pytree as pytree
 
@@ -95,6 +96,7 @@ class Script:
         shapes: the parameters.
         world: how many ranks there are.
         replicas: how many groups of them hold the same shards.
+        tp: over how many ranks the rows of matrices are cut beside that, as plain tensors.
         steps: how many steps it takes.
         accumulate: how many backward passes before each.
         clip: the largest norm of gradients.
@@ -109,6 +111,7 @@ class Script:
     shapes: Shapes = field(default_factory=lambda: LEVEL)
     world: int = 2
     replicas: int = 1
+    tp: int = 1
     steps: int = 5
     accumulate: int = 1
     clip: float | None = None
@@ -142,6 +145,15 @@ class RankResult:
 
 def first_values(script: Script) -> Values:
     return made(script, 3)
+
+
+def cut(script: Script, value: Tensor, rank: int) -> Tensor:
+    """What a rank holds of a parameter or of its state: of matrices, its rows."""
+    return value.chunk(script.tp)[rank % script.tp].clone() if script.tp > 1 and value.ndim == 2 else value
+
+
+def cut_all(script: Script, values: Values, rank: int) -> Values:
+    return {part: {name: cut(script, value, rank) for name, value in own.items()} for part, own in values.items()}
 
 
 def made(script: Script, seed: int) -> Values:
@@ -189,18 +201,19 @@ def plain_training(script: Script) -> RankResult:
 def reduced(script: Script, step: int, part: str, name: str, param: Tensor) -> Tensor | None:
     """The gradient of a parameter, summed over ranks; None if no rank has one."""
     missing = script.missing.get(step, {})
-    if all(part in missing.get(rank, ()) for rank in range(script.world)):
+    if all(part in missing.get(rank, ()) for rank in range(script.world // script.tp)):
         return None
-    share, wire = 1.0 / script.world, script.options.get("reduce_dtype") or script.dtype
+    world = script.world // script.tp
+    share, wire = 1.0 / world, script.options.get("reduce_dtype") or script.dtype
     found: list[Tensor] = []
-    for rank in range(script.world):
+    for rank in range(world):
         own = torch.zeros_like(param)
         for micro in range(script.accumulate) if part not in missing.get(rank, ()) else ():
             grad = param * READ + values_of(script, step, micro, rank)[part][name]
             own = grad if micro == 0 else own + grad
         found.append(own.to(wire) * share)
-    size = script.world // script.replicas
-    rows = [functools.reduce(torch.add, found[at : at + size]) for at in range(0, script.world, size)]
+    size = world // script.replicas
+    rows = [functools.reduce(torch.add, found[at : at + size]) for at in range(0, world, size)]
     return functools.reduce(torch.add, rows).to(script.dtype)
 
 
@@ -223,14 +236,13 @@ def state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 def train(script: Script, rank: int) -> RankResult:
     """Train on one rank."""
     device = current_device()
-    model = Parts(first_values(script))
+    model = Parts(cut_all(script, first_values(script), rank))
     optimizer = MAKERS[script.make](model)
-    if script.replicas > 1:
-        shape, names = (script.replicas, script.world // script.replicas), ("replicas", "dp")
-    else:
-        shape, names = (script.world,), ("dp",)
-    mesh = mesh_of_thread(shape, names)
-    canzona_compile.zero1(model, optimizer, mesh=mesh, **script.options)
+    shape = script.replicas, script.world // script.replicas // script.tp, script.tp
+    mesh = mesh_of_thread(shape, ("replicas", "dp", "tp"))
+    data = mesh["replicas", "dp"] if script.replicas > 1 else mesh["dp"]
+    rows = {"*.weight": (mesh["tp"], [Shard(0)])} if script.tp > 1 else None
+    canzona_compile.zero1(model, optimizer, mesh=data, layout=rows, **script.options)
     own = members(optimizer)
     handle = (optimizer if not isinstance(optimizer, list) else own[0]).canzona
     kinds = [bucket.uniform for bucket in own[0].canzona.zero1.buckets]
@@ -266,8 +278,8 @@ def train(script: Script, rank: int) -> RankResult:
 def one_pass(script: Script, model: nn.Module, handle: Any, stream: Any, step: int, micro: int) -> None:
     """Run a forward and a backward pass, as a user does who knows of streams."""
     caller = current_device().current
-    rank = dist.get_rank()
-    values = values_of(script, step, micro, rank)
+    rank = dist.get_rank() // script.tp
+    values = cut_all(script, values_of(script, step, micro, rank), dist.get_rank())
     missing = script.missing.get(step, {}).get(rank, ())
     last = micro == script.accumulate - 1
     with contextlib.nullcontext() if last else handle.no_sync():
@@ -361,7 +373,7 @@ def zero1_on_device() -> Iterator[None]:
             (step_driver, "step_plainly", step_on_device),
             (Fragment, "_local", local_on_device),
             (Zero1, "__init__", made_shown),
-            (ParamView, "lend", lambda view, grads: lend(view, [plain_of(grad) for grad in grads])),
+            (ParamView, "lend", lambda view, grads: lend(view, grads and [plain_of(grad) for grad in grads])),
             (gradient, "make_wrapper_subclass", lambda *a, **k: wrapper(*a, **k | {"device": torch.device("cpu")})),
             (importlib.import_module("canzona_compile.api.zero1"), "Capture", shared),
         ):
@@ -369,10 +381,11 @@ def zero1_on_device() -> Iterator[None]:
         yield
 
 
-def distance(results: Sequence[RankResult], plain: RankResult) -> float:
-    """How far an element of a parameter, or of its state, is at most from that of the plain training."""
-    pairs = [(own.params[name], value) for own in results for name, value in plain.params.items()]
-    pairs += [pair for own in results for pair in zip(own.state, plain.state, strict=True)]
+def distance(results: Sequence[RankResult], right: Sequence[RankResult]) -> float:
+    """How far an element of a parameter, or of its state, is at most from where it should be."""
+    ranks = list(zip(results, right, strict=True))
+    pairs = [(own.params[name], value) for own, other in ranks for name, value in other.params.items()]
+    pairs += [pair for own, other in ranks for pair in zip(own.state, other.state, strict=True)]
     return max(float((one - other).abs().max()) for one, other in pairs)
 
 
@@ -381,6 +394,18 @@ def run_script(script: Script, seed: int | None) -> list[RankResult]:
     given = copy.copy(script)
     with torch_alone(), on_stand_in(seed, script.world) as run, zero1_on_device():
         return run(functools.partial(train, given))
+
+
+def of_ranks(script: Script, plain: RankResult) -> list[RankResult]:
+    """What each rank holds after a plain training."""
+    return [
+        replace(
+            plain,
+            params={name: cut(script, value, rank) for name, value in plain.params.items()},
+            state=[cut(script, value, rank) for value in plain.state],
+        )
+        for rank in range(script.world)
+    ]
 
 
 def different(results: Sequence[RankResult], right: Sequence[RankResult]) -> list[str]:
