@@ -147,6 +147,12 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+def clear_all(targets: Sequence[Tensor]) -> None:
+    """Fill tensors with zeros, with one launch for all of them."""
+    if targets:
+        torch._foreach_zero_(list(targets))
+
+
 def shards_of(bucket: Bucket, whole: Tensor) -> list[Tensor]:
     """The shards of a whole bucket, as views, by owner."""
     return list(torch.split(whole, list(bucket.shard_lengths)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -51,9 +51,10 @@ def clip_by_norm(
             "so it cannot be clipped. To disable this error, set error_if_nonfinite=False"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for fragment in fragments.values():
-        if isinstance(fragment.param.grad, ReducedGradient) and fragment.param.grad.parts:
-            torch._foreach_mul_(list(fragment.param.grad.parts), scale)
+    grads = [fragment.param.grad for fragment in fragments.values()]
+    parts = [part for grad in grads if isinstance(grad, ReducedGradient) for part in grad.parts]
+    for own in by_dtype(parts).values():
+        torch._foreach_mul_([parts[i] for i in own], scale)
 
 
 def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watch: Watch, norm_type: float) -> Tensor:
@@ -73,29 +74,29 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
     device = next(iter(fragments.values())).param.device
     if not present:
         return torch.zeros((), device=device)
-    infinite = math.isinf(norm_type)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     found = torch.stack(norms_held(present, norm_type))
-    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     all_reduce(found, op, (group.shard,), watch)  # replicas hold the same shards, which count once
-    for cut, own in cut_by_mesh(present).items():
-        values = found[own]
-        all_reduce(values, op, cut.groups(), watch)
-        found[own] = values
     norms = list(found.unbind())
-    cut_ones = [i for i, fragment in enumerate(present) if fragment.spread and not infinite]
-    if cut_ones:
-        for i, root in zip(cut_ones, powers([norms[i] for i in cut_ones], 1.0 / norm_type), strict=True):
-            norms[i] = root
-    own_dtypes = [norm.to(fragment.param.dtype) for fragment, norm in zip(present, norms, strict=True)]
-    whole_norm: Tensor = torch.linalg.vector_norm(torch.stack(own_dtypes), norm_type)
+    for cut, own in cut_by_mesh(present).items():
+        # An index that is a list would be sent to the device, and the host would wait for that.
+        values = torch.stack([norms[i] for i in own])
+        all_reduce(values, op, cut.groups(), watch)
+        put(norms, own, values.unbind())
+    if takes_powers(norm_type):
+        cut_ones = [i for i, fragment in enumerate(present) if fragment.spread]
+        put(norms, cut_ones, powers([norms[i] for i in cut_ones], 1.0 / norm_type))
+    whole_norm: Tensor = torch.linalg.vector_norm(
+        torch.stack(as_dtypes(norms, [fragment.param.dtype for fragment in present])), norm_type
+    )
     return whole_norm
 
 
 def norms_held(fragments: Sequence[Fragment], norm_type: float) -> list[Tensor]:
     """The norms of what this rank holds of each gradient: 0-d, float32, zero if it holds nothing.
 
-    Of gradients that are cut they are sums of powers, unless the norm is the largest absolute value. One launch takes
-    the norms of all of them, as in torch's own clipping.
+    Of gradients that are cut they are what norms of several ranks are sums of: sums of powers, or counts. One launch
+    takes the norms of all gradients of a dtype, as in torch's own clipping.
     """
     held = [
         [part for part in fragment.param.grad.parts if part.numel()]
@@ -103,20 +104,51 @@ def norms_held(fragments: Sequence[Fragment], norm_type: float) -> list[Tensor]:
         if isinstance(fragment.param.grad, ReducedGradient)
     ]
     flat = [part for own in held for part in own]
-    norms = [norm.float() for norm in torch._foreach_norm(flat, norm_type)] if flat else []
-    if not math.isinf(norm_type):
+    norms = list(flat)
+    for own in by_dtype(flat).values():
+        put(norms, own, torch._foreach_norm([flat[i] for i in own], norm_type))
+    norms = as_dtypes(norms, [torch.float32] * len(norms))
+    if takes_powers(norm_type):
         cut = [i for i, f in enumerate(f for f, own in zip(fragments, held, strict=True) for _ in own) if f.spread]
-        for i, power in zip(cut, powers([norms[i] for i in cut], norm_type), strict=True):
-            norms[i] = power
+        put(norms, cut, powers([norms[i] for i in cut], norm_type))
     joined = torch.maximum if math.isinf(norm_type) else torch.add
     nothing = torch.zeros((), device=fragments[0].param.device)
     remaining = iter(norms)
-    return [reduce(joined, (next(remaining) for _ in own), nothing) for own in held]
+    return [reduce(joined, [next(remaining) for _ in own]) if own else nothing for own in held]
+
+
+def takes_powers(norm_type: float) -> bool:
+    """Whether the norm of a whole is a root of a sum of powers; else it is a maximum, or a count (order 0)."""
+    return norm_type != 0 and not math.isinf(norm_type)
 
 
 def powers(values: Sequence[Tensor], exponent: float) -> Sequence[Tensor]:
     """Raise every value to a power, with one launch."""
     return torch._foreach_pow(list(values), exponent) if values else []
+
+
+def put(values: list[Tensor], at: Iterable[int], new: Iterable[Tensor]) -> None:
+    """Replace some entries of a list."""
+    for i, value in zip(at, new, strict=True):
+        values[i] = value
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    """The positions of the tensors of each dtype: operators on lists take one launch for tensors of one dtype."""
+    found: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(i)
+    return found
+
+
+def as_dtypes(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Convert 0-d values to dtypes of their own, with one launch for each dtype."""
+    found = list(values)
+    for dtype in dict.fromkeys(dtypes):
+        own = [i for i, wanted in enumerate(dtypes) if wanted == dtype and values[i].dtype != dtype]
+        if own:
+            put(found, own, torch.stack([values[i] for i in own]).to(dtype).unbind())
+    return found
 
 
 class MeshCut(NamedTuple):

@@ -21,6 +21,7 @@ from canzona_compile.data_parallel.collectives import (
     DataParallelGroup,
     Pending,
     all_reduce,
+    clear_all,
     copy_all,
     largest,
     reduce,
@@ -261,11 +262,10 @@ class Reduction:
         names = self.filling.names[bucket.index]
         param = self.fragments[names[0]].param
         filled = torch.empty(bucket.starts[-1], dtype=self.wire or bucket.dtype, device=param.device)
-        for start, stop in bucket.gaps:
-            filled[start:stop] = 0
         grads = {name: self.fragments[name].gradient() for name in names}
         self._seen.update(name for name, grad in grads.items() if grad is not None)
         share = 1.0 / (self.group.size * self.group.replicas)
+        empty = [filled[start:stop] for start, stop in bucket.gaps]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for part in bucket.slices:
@@ -273,10 +273,11 @@ class Reduction:
             fragment = self.filling.holder(part)
             target, grad = filled[start : start + part.length], grads[fragment.name]
             if grad is None:
-                target.zero_()
+                empty.append(target)
                 continue
             targets.append(target)
             sources.append(fragment.parts[part.key].of(grad).view(-1))
+        clear_all(empty)
         copy_all(targets, sources)
         return filled.mul_(share)  # one launch for the whole bucket
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Muon
+from torch.optim import AdamW, Muon
 
 import canzona_compile
 from tests.harness.layouts import mesh_of
@@ -42,3 +43,27 @@ def found() -> list[bool]:
 def test_norms_of_any_order() -> None:
     """Muon's matrices have one owner each, so that the bits are torch's."""
     assert run(2, found) == [[True] * len(ORDERS)] * 2
+
+
+def cut_ones() -> list[str]:
+    """The orders in which the norm of a table that is cut is not torch's, up to the order of a sum."""
+    mesh, wrong = mesh_of((dist.get_world_size(),), ("dp",)), []
+    batch = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    for order in ORDERS:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 1100)
+        plain = copy.deepcopy(model)
+        optimizer: Any = canzona_compile.zero1(model, AdamW(model.parameters()), mesh=mesh)
+        assert any(fragment.cut for fragment in optimizer.canzona.zero1.fragments.values())
+        for one in (model, plain):
+            one(batch).square().mean().backward()
+        ours = optimizer.canzona.clip_grad_norm_(1.0, norm_type=order)
+        theirs = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type=order)
+        if not torch.allclose(ours, theirs, rtol=1e-5, atol=0.0):
+            wrong.append(f"order {order}: {ours} for {theirs}")
+    return wrong
+
+
+@pytest.mark.ranks
+def test_norms_of_any_order_of_what_is_cut() -> None:
+    assert run(2, cut_ones) == [[]] * 2

@@ -107,16 +107,20 @@ class FakeDevice:
         self.capture: Capture | None = None
         self.pools: dict[tuple[int, int], MemoryPool] = {}
         self.workspaces: dict[Queue, Workspace] = {}
-        self.free: dict[Queue, list[tuple[Tensor, set[Queue]]]] = {}  # by maker, memory that it may use anew
+        self.free: dict[Queue, list[Tensor]] = {}  # by maker, memory that it may use anew
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
         self.held = self.most = 0  # bytes of tensors that are alive and of pools, now and at most
         self.calls: Counter[str] = Counter()  # of names of `torch.cuda`, and of replays
+        self.launches: Counter[str] = Counter()  # of work that was put on a stream, by name
+        self.shown = False  # whether parameters say that they lie here, see `model_on_device`
+        self.state: list[Any] = []  # of optimizers; as long as a tensor is in it, its memory is not used anew
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 
     def put(self, name: str, work: Callable[[], None]) -> None:
         """Let the current stream do some work."""
         queue = self.current.queue
+        self.launches[name] += 1
         if self.capture is not None:
             self.capture.put(name, queue, work)
             return
@@ -150,8 +154,8 @@ class FakeDevice:
         """New memory of the current stream."""
         capture = self.capture
         if capture is None:  # a recording takes memory of its pool
-            for old, lent in self.free.pop(self.current.queue, ()):
-                self.scheduler.put(overwritten(old, self.current.queue, lent))
+            for old in self.free.pop(self.current.queue, ()):
+                self.scheduler.put(overwritten(old, self.current.queue))
         memory, tensor = empty_like_strided(size, stride, dtype)
         self.graveyard.append(memory)
         if capture is not None and self.current.queue not in capture.lanes:
@@ -163,17 +167,17 @@ class FakeDevice:
         when_freed(block, self.freed)
         return tensor, block
 
-    def freed(self, memory: Tensor, maker: Queue, lent: set[Queue], pool: MemoryPool | None) -> None:
+    def freed(self, memory: Tensor, maker: Queue, pool: MemoryPool | None) -> None:
         """Give memory back: the next tensor that is made on its stream may lie in it."""
         if pool is not None:
             pool.held[maker] -= rounded(memory)
-            if self.capture is not None and self.capture.pool is pool and not lent - {maker}:
+            if self.capture is not None and self.capture.pool is pool:
                 self.capture.overwrite(memory, maker)
             pool.free.append((memory, maker))
             return
         self.held -= rounded(memory)
         if not self.scheduler.prompt and self.capture is None:
-            self.free.setdefault(maker, []).append((memory, lent))
+            self.free.setdefault(maker, []).append(memory)
 
     def workspace(self) -> Workspace:
         """The library's scratch memory for products on the current stream."""

@@ -1,7 +1,8 @@
 """The memory of a device, as torch's caching allocator gives it away.
 
 A block whose last tensor dies may be given to the next tensor of the *stream that it was made on*, so whatever that
-stream does next may overwrite it. Collectives that work on it are waited for: torch's process groups see to that. This
+stream does next may overwrite it. A collective holds its tensors until it is done or a stream waits for it, as torch's
+process groups do. If another stream than the maker waits, nothing keeps the maker from the memory any longer. This
 allocator overwrites it, with NaN, at a moment that the scheduler chooses: a read that should have been waited for, or
 of a value that should have been kept, is a read of NaN. New blocks hold NaN, too.
 """
@@ -29,7 +30,6 @@ class Block:
 
     def __init__(self, memory: Tensor, maker: Queue | None, pool: Any = None) -> None:
         self.memory, self.maker, self.pool = memory, maker, pool
-        self.lent: set[Queue] = set()
 
 
 def poison(memory: Tensor) -> None:
@@ -45,14 +45,13 @@ def empty_like_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.
     return memory, memory.view(dtype).as_strided(tuple(size), tuple(stride))
 
 
-def when_freed(block: Block, then: Callable[[Tensor, Queue, set[Queue], Any], None]) -> None:
+def when_freed(block: Block, then: Callable[[Tensor, Queue, Any], None]) -> None:
     """Call `then` with what is left of a block once no tensor holds it."""
     maker = block.maker
     if maker is not None:
-        weakref.finalize(block, then, block.memory, maker, block.lent, block.pool).atexit = False
+        weakref.finalize(block, then, block.memory, maker, block.pool).atexit = False
 
 
-def overwritten(memory: Tensor, maker: Queue, lent: set[Queue]) -> Item:
-    """The item that overwrites memory once its maker, and the collectives that it was lent to, come to the present."""
-    needs = [item for queue in [maker, *lent] for item in queue.tail]
-    return Item(f"the memory of {maker.name} is used anew", None, lambda: poison(memory), needs)
+def overwritten(memory: Tensor, maker: Queue) -> Item:
+    """The item that overwrites memory once its maker comes to the present."""
+    return Item(f"the memory of {maker.name} is used anew", None, lambda: poison(memory), maker.tail)

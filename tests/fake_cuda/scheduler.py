@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 LAZY = (0.0, 0.0, 0.3, 0.6, 0.9)  # by seed: how likely it is that a further item runs when one is put into a queue
 
@@ -34,6 +35,7 @@ class Item:
         self.needs = [need for need in needs if not need.done]
         self.together: list[Item] | None = None  # of a collective: the items of its ranks, as far as they came
         self.members = 1  # of a collective: how many ranks it needs
+        self.kept: list[Any] = []  # of a collective: what it holds until it is done or a stream waits for it
         self.done = False
 
     @property
@@ -146,6 +148,7 @@ class Scheduler:
         for own in item.together or [item]:
             own.done = True
             own.needs = []
+            own.kept.clear()
             if own.stream is None:
                 self.loose.remove(own)
             else:

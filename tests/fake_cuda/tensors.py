@@ -38,6 +38,12 @@ class DeviceTensor(Tensor):
     block: Block
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def tolist(self) -> Any:
+        device = current_device()
+        device.finish(device.current)
+        with plainly():
+            return self.inner.tolist()
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", current_device().index)
@@ -115,6 +121,8 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     targets = [x for a, w in zip(args, writes, strict=False) if w for x in pytree.tree_leaves(a)]
     if name in READS or name in WAITS or any(not isinstance(t, DeviceTensor) for t in targets):
         device.finish(device.current)
+    if any(h.ndim for h in hosts) and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+        device.finish(device.current)  # torch copies it, an index too, and waits for that unless it is told not to
     with plainly():
         inner_args, inner_kwargs = pytree.tree_map_only(
             Tensor, lambda t: t.inner if isinstance(t, DeviceTensor) else t.clone(), (args, kwargs)
@@ -164,7 +172,7 @@ class OperatorsOfDevice(TorchDispatchMode):
 
 
 class CallsForDevice(TorchFunctionMode):
-    """Inside this mode, calls may name a device that this torch was not built for."""
+    """Inside this mode, calls may name a device that this torch was not built for, and make tensors there."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -173,18 +181,27 @@ class CallsForDevice(TorchFunctionMode):
             with plainly():
                 return args[0].clone()
         if name == "to" and any(isinstance(a, torch.device) and a.type == "cuda" for a in args[1:]):
-            source = args[0]
-            made = placed(current_device(), source)
-            return made.copy_(source)
-        if "device" in kwargs and kwargs["device"] is not None:
-            wanted = torch.device(kwargs["device"])
-            if wanted.type == "cuda":
-                own = current_device().index
-                index = torch.cuda.current_device() if wanted.index is None else wanted.index
-                if index != own:
-                    raise DeviceError(f"rank {own} makes a tensor on the device of rank {index}")
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
+            return arrived(args[0], kwargs.get("non_blocking", False))
+        if kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        wanted, kwargs["device"] = torch.device(kwargs["device"]), torch.device("cpu")
+        if wanted.type != "cuda":
+            return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
+        own = current_device().index
+        index = torch.cuda.current_device() if wanted.index is None else wanted.index
+        if index != own:
+            raise DeviceError(f"rank {own} makes a tensor on the device of rank {index}")
+        if name == "tensor":  # its values come from the host
+            return arrived(func(*args, **kwargs), False)
+        with OperatorsOfDevice():
+            return func(*args, **kwargs)
+
+
+def arrived(source: Tensor, non_blocking: bool) -> DeviceTensor:
+    """A copy on the device of a tensor that may be the host's."""
+    made = placed(current_device(), source)
+    made.copy_(source, non_blocking=non_blocking)
+    return made
 
 
 @contextlib.contextmanager
