@@ -50,7 +50,7 @@ from canzona_compile.report.schema import (
     WireReport,
 )
 from canzona_compile.report.sections import measured_remark
-from canzona_compile.report.terminal import Printable
+from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import plural
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]

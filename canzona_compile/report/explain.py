@@ -8,7 +8,7 @@ from typing import Any
 
 from canzona_compile.errors import some
 from canzona_compile.report.page import PageModel, PageTable, Words
-from canzona_compile.report.terminal import Printable
+from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.explained import ExplainedParameter, explained, on_rank
 from canzona_compile.session.session import Session
