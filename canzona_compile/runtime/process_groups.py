@@ -99,6 +99,21 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def over_gloo(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Tell whether collectives of tensors on a device go over gloo, whose works the host waits for.
+
+    The device does not tell: ranks that share a GPU use gloo, which takes tensors on CUDA and copies them by itself.
+
+    Args:
+        device: of the tensors.
+        group: the process group; the default one if None, whose backend ours have too.
+    """
+    group = group or dist.group.WORLD
+    if group is None or device.type not in {known.type for known in group._device_types}:
+        return False
+    return str(group._get_backend(device).name()) == "gloo"
+
+
 def distributed() -> bool:
     """Tell whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()

@@ -11,7 +11,18 @@ import torch
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.verification.layouts import LAYOUTS
 
-StepNeed = Literal["cuda", "ranks", "two mesh dims", "two stages", "power of two", "sanitizer", "repository"]
+StepNeed = Literal[
+    "cuda",
+    "triton",
+    "nccl",
+    "ranks",
+    "two mesh dims",
+    "two stages",
+    "power of two",
+    "pytest",
+    "sanitizer",
+    "repository",
+]
 StepStatus = Literal["running", "passed", "failed", "skipped"]
 
 
@@ -45,7 +56,7 @@ class OnRanks:
     Attributes:
         function: takes an `AcceptanceRank` and `args`, and returns what it found, in words. It raises if that is wrong.
             A module defines it at its top level.
-        args: its other arguments.
+        args: its other arguments; `{output}` in a text stands for the folder of results.
         variables: environment variables of processes that are started for it.
         ends_ranks: whether ranks that die have done what they should; only a rank that hangs or finds something wrong
             fails then. No later step uses these processes.
@@ -62,10 +73,13 @@ class OneProgram:
     """A program that runs once, on the first machine, with its GPUs to itself.
 
     Attributes:
-        arguments: the command; `{python}` and `{output}` stand for the interpreter and the folder of results.
+        arguments: the command; `{python}`, `{output}` and `{minutes}` stand for the interpreter, the folder of results
+            and the time that is left.
+        dry: what is added to it in a dry run.
     """
 
     arguments: tuple[str, ...]
+    dry: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,7 @@ class StepResult:
 
     Attributes:
         name, shows, failing: those of the step.
+        ranks: how many processes took it.
         status: "running" until it has ended.
         said: what it found, or why it was skipped or failed.
         details: for failures: traceback, stack and last output, by rank.
@@ -111,12 +126,13 @@ class StepResult:
     name: str
     shows: str
     failing: str
+    ranks: int
     status: StepStatus
     said: str = ""
     details: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, step: AcceptanceStep, status: StepStatus, said: str = "") -> StepResult:
+    def of(cls, step: AcceptanceStep, ranks: int, status: StepStatus, said: str = "") -> StepResult:
         """The result of a step of which no more is known."""
-        return cls(step.name, step.shows, step.failing, status, said)
+        return cls(step.name, step.shows, step.failing, ranks, status, said)
