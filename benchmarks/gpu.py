@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a GPU machine's own Python need not have it installed
 
 from canzona_compile.tools.calibration.calibrate import calibrate
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
-from gpu_clock import Ceilings, Extent, going_on, plain
+from gpu_clock import NO_CUDA, Ceilings, Extent, going_on, plain
 from gpu_products import Products
 from gpu_steps import Steps, warm
 
@@ -72,7 +73,8 @@ def measured(given: argparse.Namespace, device: torch.device, path: Path, start:
     extent, problems = Extent(given.dry), list[str]()
     clock = Clock(device, extent.rounds)
     end = start + 60 * (given.minutes or float("inf"))
-    result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device), "problems": problems, "left out": []}
+    result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device)}
+    result |= {"problems": problems, "left out": []}
     warm(device, 5.0)
     result["ceilings"] = plain(Ceilings.measure(clock, extent))
     products, steps = Products(clock, extent, problems), Steps(clock, extent, given.output, problems)
@@ -122,7 +124,7 @@ def shown(result: dict[str, Any]) -> Iterator[str]:
                 rate = f"{best['bf16']:.0f}, {best['bandwidth']:.2f}"
                 times = f"{own['seconds'] * 1e3:>10.3f}{own['ratio']:>8.2f}"
                 yield f"{what:<26}{name:<14}{times}  {f'{low:.2f} to {high:.2f}':<14}{rate}"
-            yield from (f"    {name}: {why}" for name, why in record.get("notes", {}).items())
+            yield from (f"    {name}: {why}" for name, why in record.get("notes", {}).items() if why != NO_CUDA)
     yield from (f"wrong: {problem}" for problem in result["problems"])
     if result["left out"]:
         yield f"no time for {len(result['left out'])} records: {', '.join(result['left out'])}"

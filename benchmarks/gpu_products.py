@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.tuning.command import named
-from gpu_clock import Ceilings, Extent, Work, compared, going_on, graphed, in_turn, plain
+from gpu_clock import NO_CUDA, Ceilings, Extent, Work, compared, going_on, graphed, in_turn, plain
 from gpu_others import newton_schulz_of_others, others_of
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -66,10 +67,21 @@ class Calls(fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
+@contextlib.contextmanager
+def program_of(optimizer: Any) -> Iterator[Any]:
+    """What runs the last program of a wrapped optimizer, which finds gradients as in a step."""
+    driver = optimizer.canzona.session.driver
+    driver.gradients.read()
+    try:
+        with torch.no_grad(), driver.last.executor.streams.entered():
+            yield driver.last.executor
+    finally:
+        driver.gradients.forget()
+
+
 def compute_calls(optimizer: Any) -> list[Work]:
     """What a wrapped optimizer, that has stepped, computes per step, elementwise work aside."""
-    executor = optimizer.canzona.session.driver.last.executor
-    with torch.no_grad(), executor.streams.entered():
+    with program_of(optimizer) as executor:
         calls = Calls(executor.program.module)
         calls.run(*executor.arguments())
     return calls.found
@@ -146,7 +158,7 @@ class Products:
             for name, work in variants.items():
                 graphs[name], why = graphed(work, self.clock.device)
                 if why:
-                    notes[name] = f"no CUDA graph: {why}"
+                    notes[name] = why if why == NO_CUDA else f"no CUDA graph: {why}"
             ceilings = Ceilings.measure(self.clock, self.extent)
             seconds = in_turn(self.clock, graphs, self.extent)
         return {

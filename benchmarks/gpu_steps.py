@@ -18,7 +18,7 @@ import canzona_compile
 from canzona_compile.ir import program_ops
 from canzona_compile.tools.calibration.clock import Clock
 from gpu_clock import Ceilings, Extent, alone, compared, going_on, in_turn, plain
-from gpu_products import newton_schulz
+from gpu_products import newton_schulz, program_of
 from latency_cases import Shape, qwen_layer
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
@@ -178,10 +178,9 @@ class Steps:
 
     def _breakdown(self, optimizer: Any, whole: float) -> dict[str, float]:
         """Seconds of a step by kind, each call alone; exposed: what the step takes beside them."""
-        executor = optimizer.canzona.session.driver.last.executor
         rounds: list[dict[str, float]] = []
         for _ in range(3):
-            with torch.no_grad(), executor.streams.entered():
+            with program_of(optimizer) as executor:
                 timed = Timed(executor.program.module, self.clock)
                 timed.run(*executor.arguments())
             rounds.append(timed.seconds)

@@ -26,6 +26,9 @@ from tests.lowering.test_stream_sync import emitted
 
 DEVICE = torch.device("cuda")
 
+# The mode in which a waiting host raises says that it is a prototype. Other warnings are errors here too.
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+
 
 class OnDevice(Bound):
     """Buffers and leaves on the device; equal on every call, but for what a run has written."""

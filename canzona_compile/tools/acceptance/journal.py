@@ -97,9 +97,7 @@ class AcceptanceJournal:
             for result in self.failed:
                 yield from told(result)
         yield from ("", "## All steps", "", "| step | ranks | result | found | s |", "|---|---|---|---|---|")
-        yield from (
-            f"| {r.name} | {r.ranks} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in self.results
-        )
+        yield from (f"| {r.name} | {r.ranks} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in self.results)
         if shown := dict.fromkeys(f"- **{r.name}**: {r.shows}" for r in self.results if r.status == "passed"):
             yield from ("", "## What would be known on a GPU" if dry else "## What is known now", "", *shown)
 

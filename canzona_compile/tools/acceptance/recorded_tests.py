@@ -47,6 +47,7 @@ class Recorder:
         yield "test", report.nodeid
         yield "outcome", report.outcome
         yield "seconds", round(report.duration, 3)
+        yield from report.user_properties  # such as distances
         if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
             yield "said", report.longrepr[2]
         elif report.outcome != "passed":

@@ -98,7 +98,7 @@ def machine_works() -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "machine/two-communicators",
         "two communicators of NCCL at a time keep the order in which the host started them",
-        NOT_OURS + f"If it hangs, {ORDER} is not 1, or NCCL is older than 2.26: HSDP and ZeRO-1 with replicas would hang.",
+        NOT_OURS + f"If it hangs, {ORDER} is not 1, or NCCL is older than 2.26; HSDP would hang.",
         OnRanks(two_communicators, variables=((ORDER, "1"),)),
         ("cuda", "nccl", "ranks"),
         120.0,

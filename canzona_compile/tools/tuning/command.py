@@ -20,8 +20,8 @@ from canzona_compile.kernels import tuning_cache
 from canzona_compile.kernels.candidates import candidates
 from canzona_compile.kernels.dispatch import KernelChoice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
-from canzona_compile.kernels.tuning_cache import GpuKind
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
+from canzona_compile.kernels.tuning_cache import GpuKind
 
 log = logging.getLogger(__name__)
 
