@@ -21,8 +21,9 @@ from canzona_compile.tools.acceptance.command import PARTS, accept, all_steps, a
 from canzona_compile.tools.acceptance.machine import AcceptedMachine
 from canzona_compile.tools.acceptance.side_by_side import same_operators
 from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
+from canzona_compile.tools.acceptance.steps_machine import files_of_gpu_tests
 from canzona_compile.tools.processes import backend_for
-from tests.lowering.test_stream_sync import emitted
+from tests.lowering.emitted_steps import emitted
 from tests.tools import planted_steps as planted
 
 ROOT = Path(__file__).parents[2]
@@ -185,3 +186,18 @@ def test_commands_run_where_rich_is_not_installed(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "tune.jsonl").read_text().splitlines()]
     assert {own["op"] for own in records} == {"sym_gemm", "gemm_axpby"}
     assert {own["choice"] for own in records} == {"library"}
+
+
+def test_gpu_tests_import_nothing_that_a_bare_machine_lacks() -> None:
+    collect = WITHOUT.replace("from canzona_compile.__main__ import main", "from pytest import main")
+    done = subprocess.run(
+        [sys.executable, "-c", collect, "--collect-only", "-q", "-m", "gpu", *files_of_gpu_tests()],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    for path in files_of_gpu_tests():
+        assert path in done.stdout
