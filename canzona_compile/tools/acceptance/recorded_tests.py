@@ -22,10 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Record in the process that hears of all results: workers of pytest-xdist hand theirs on to it."""
     path = config.getoption("--record")
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(path))
+        config.pluginmanager.register(ResultFile(path))
 
 
-class Recorder:
+class ResultFile:
     """Writes results.
 
     Args:
