@@ -191,7 +191,18 @@ def test_commands_run_where_rich_is_not_installed(tmp_path: Path) -> None:
 def test_gpu_tests_import_nothing_that_a_bare_machine_lacks() -> None:
     collect = WITHOUT.replace("from canzona_compile.__main__ import main", "from pytest import main")
     done = subprocess.run(
-        [sys.executable, "-c", collect, "--collect-only", "-q", "-m", "gpu", *files_of_gpu_tests()],
+        [
+            sys.executable,
+            "-c",
+            collect,
+            "-p",
+            "no:hypothesispytest",
+            "--collect-only",
+            "-q",
+            "-m",
+            "gpu",
+            *files_of_gpu_tests(),
+        ],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         cwd=ROOT,
         capture_output=True,

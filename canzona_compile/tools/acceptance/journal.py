@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from canzona_compile.report.units import plural
 from canzona_compile.tools.acceptance.step import StepResult
 
 SCHEMA = 1
@@ -97,7 +96,9 @@ class AcceptanceJournal:
             for result in self.failed:
                 yield from told(result)
         yield from ("", "## All steps", "", "| step | ranks | result | found | s |", "|---|---|---|---|---|")
-        yield from (f"| {r.name} | {r.ranks} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in self.results)
+        yield from (
+            f"| {r.name} | {r.ranks or ''} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in self.results
+        )
         if shown := dict.fromkeys(f"- **{r.name}**: {r.shows}" for r in self.results if r.status == "passed"):
             yield from ("", "## What would be known on a GPU" if dry else "## What is known now", "", *shown)
 
@@ -132,7 +133,7 @@ def counted(results: Sequence[StepResult]) -> str:
 
 def told(result: StepResult) -> Iterator[str]:
     """A failure: what it means, what was found, and the details folded away."""
-    yield from ("", f"### {result.name}, {plural(result.ranks, 'rank')}", "", f"*What it means*: {result.failing}", "")
+    yield from ("", f"### {result.name}, {result.by}", "", f"*What it means*: {result.failing}", "")
     yield from (FENCE, result.said or "it has not ended", FENCE)
     for name, text in result.details:
         yield from ("", f"<details><summary>{cell(name)}</summary>", "", FENCE, text[-LONGEST:], FENCE, "</details>")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.report.units import plural
 from canzona_compile.tools.verification.layouts import LAYOUTS
 
 StepNeed = Literal[
@@ -116,7 +117,7 @@ class StepResult:
 
     Attributes:
         name, shows, failing: those of the step.
-        ranks: how many processes took it.
+        ranks: how many ranks took it; 0 if it is a program.
         status: "running" until it has ended.
         said: what it found, or why it was skipped or failed.
         details: for failures: traceback, stack and last output, by rank.
@@ -132,7 +133,13 @@ class StepResult:
     details: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
 
+    @property
+    def by(self) -> str:
+        """Who took it, in words."""
+        return plural(self.ranks, "rank") if self.ranks else "a program"
+
     @classmethod
     def of(cls, step: AcceptanceStep, ranks: int, status: StepStatus, said: str = "") -> StepResult:
         """The result of a step of which no more is known."""
-        return cls(step.name, step.shows, step.failing, ranks, status, said)
+        count = 0 if isinstance(step.work, OneProgram) else ranks
+        return cls(step.name, step.shows, step.failing, count, status, said)

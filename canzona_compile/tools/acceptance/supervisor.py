@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 
 from canzona_compile.compat.torch_private import Store
-from canzona_compile.report.units import plural
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
 from canzona_compile.tools.acceptance.machine import AcceptedMachine
 from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OneProgram, OnRanks, StepResult
@@ -173,7 +172,7 @@ class Supervisor:
         self.journal.add(result)
         if result.status != "running":
             said = (result.said.splitlines() or [""])[0]
-            log.info("%-8s %s, %s: %s", result.status, result.name, plural(result.ranks, "rank"), said)
+            log.info("%-8s %s, %s: %s", result.status, result.name, result.by, said)
 
     # -- ranks -----------------------------------------------------------------------------------------
 
