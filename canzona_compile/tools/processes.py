@@ -257,6 +257,11 @@ class RankPlace:
         """What the ranks talk through; see `backend_for`."""
         return backend_for(self.device, self.near)
 
+    @property
+    def device_index(self) -> int:
+        """Which of this machine's GPUs it uses. Ranks share them by turns if there are more ranks than GPUs."""
+        return self.local % torch.cuda.device_count() if self.device == "cuda" else self.local
+
 
 def backend_for(device: str, ranks: int) -> str:
     """NCCL where each rank has a GPU of its own, gloo elsewhere: NCCL does not run two ranks on one device.
@@ -367,10 +372,11 @@ def as_rank(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def join_ranks(place: RankPlace) -> None:
-    """Make this process a rank. Ranks share devices by turns if there are more ranks than devices."""
+    """Make this process a rank, with its device as the current one."""
     device = torch.device("cpu")
     if place.device == "cuda":
-        device = torch.device("cuda", place.local % torch.cuda.device_count())
+        device = torch.device("cuda", place.device_index)
+        torch.cuda.init()  # a mesh keeps the current device only if CUDA is in use
         torch.cuda.set_device(device)
     if place.backend == "gloo" and place.near == place.world and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve

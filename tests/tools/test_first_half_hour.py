@@ -45,7 +45,7 @@ def test_ranks_that_share_a_gpu_talk_through_gloo(gpus: None) -> None:
     assert ranks_here(None, "cuda") == (1, 2, 4)
     assert ranks_here((2,), "cuda") == (2,)
     places, _store = processes.places_here(2, "cuda", 1.0)
-    assert [place.backend for place in places] == ["gloo", "gloo"]
+    assert [(place.backend, place.device_index) for place in places] == [("gloo", 0), ("gloo", 0)]
 
 
 def test_one_gpu_takes_every_layout_and_says_what_it_cannot() -> None:

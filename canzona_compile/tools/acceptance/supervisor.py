@@ -277,8 +277,10 @@ def judged(step: AcceptanceStep, ends: list[RankEnd], count: int) -> StepResult:
 
 def join(place: RankPlace, variables: tuple[tuple[str, str], ...]) -> str:
     """Make this process a rank, in an environment with some variables; nothing to say about it."""
-    # The package under test and this one read these; of a launcher's own they may be something else.
-    own = {"RANK": place.rank, "WORLD_SIZE": place.world, "LOCAL_RANK": place.local, "LOCAL_WORLD_SIZE": place.near}
+    # The package under test and torch read these, the local rank as the index of a device; of a launcher's own they may
+    # be something else.
+    own = {"RANK": place.rank, "WORLD_SIZE": place.world}
+    own |= {"LOCAL_RANK": place.device_index, "LOCAL_WORLD_SIZE": place.near}
     os.environ.update({name: str(value) for name, value in own.items()} | dict(variables))
     join_ranks(place)
     return ""
