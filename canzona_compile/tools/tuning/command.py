@@ -26,6 +26,7 @@ from canzona_compile.kernels.tuning_cache import GpuKind
 log = logging.getLogger(__name__)
 
 SHAPES = ("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "1x2048x8192")
+VERDICTS = "tune.jsonl"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,15 +57,17 @@ def run(given: Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CanzonaError("ranks that tune at once share a GPU and time one another", hint="run it without torchrun")
     began = time.monotonic()
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / VERDICTS).write_text("", encoding="utf-8")
     device = torch.device("cpu") if given.dry else torch.device("cuda", _current_device())
     here = None if given.dry else _tuned_machine(device)
     clock = cpu_clock if given.dry else cuda_clock
     shapes = [_tiny(shape) for shape in shapes] if given.dry else shapes
     dtypes = list(DTYPES.values()) if given.dtype is None else [DTYPES[given.dtype]]
-    work = list(itertools.product(problems(shapes), dtypes))
+    work, won = list(itertools.product(problems(shapes), dtypes)), list[bool]()
     for i, ((op, shape), dtype) in enumerate(work):
         if given.minutes is not None and time.monotonic() - began > 60 * given.minutes:
-            print(f"the time is over: {i} of {len(work)} products were measured")
             break
         tried = () if here is None else candidates(op, here.arch)
         with shown("tune", quiet=given.quiet):  # not around `print`, which would break the line
@@ -72,6 +75,11 @@ def run(given: Namespace) -> int:
             verdict = tune(op, shape, dtype, device, tried, clock, rounds=given.rounds)
         print(describe(verdict), flush=True)
         _keep(verdict, None if given.dry_run else here, given.output)
+        won.append(verdict.choice.kernel != "library")
+    over = "" if len(won) == len(work) else "; there was no time for the others"
+    print(
+        f"{sum(won)} of {len(won)} products have a kernel that beats the library, of {len(work)} that were asked{over}"
+    )
     forget_decisions()
     return 0
 
@@ -99,10 +107,9 @@ def _keep(verdict: Verdict, here: GpuKind | None, output: Path | None) -> None:
     if path is not None:
         log.info("kept in %s", path)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         p = verdict.problem
         found = {"op": p.op, "batch": p.batch, "m": p.m, "k": p.k, "dtype": str(p.dtype).removeprefix("torch.")}
-        with (output / "tune.jsonl").open("a", encoding="utf-8") as file:
+        with (output / VERDICTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({**found, "choice": named(verdict.choice), "trials": trials}) + "\n")
         if path is not None:
             shutil.copy2(path, output)
