@@ -18,25 +18,23 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a GPU machine's own Python need not have it installed
 
 from canzona_compile.tools.calibration.calibrate import calibrate
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
-from gpu_clock import Ceilings, Extent, going_on, plain
+from gpu_clock import NO_CUDA, Ceilings, Extent, going_on, plain
 from gpu_products import Products
 from gpu_steps import Steps, warm
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("products", "kernels", "steps", "calibration")
+PARTS = ("steps", "kernels", "products", "calibration")
 TINY = MeasurementSizes((16, 32), (16,), (16, 32), 2**16, 2)
 SCHEMA = 1
 
@@ -45,6 +43,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
     parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny matrices")
+    parser.add_argument("--minutes", type=float, metavar="M", help="begin no record after M minutes")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for results (default: %(default)s)")
     return parser.parse_args(arguments)
 
@@ -69,12 +68,13 @@ def versions(device: torch.device) -> dict[str, Any]:
     }
 
 
-def measured(given: argparse.Namespace, device: torch.device, path: Path) -> dict[str, Any]:
+def measured(given: argparse.Namespace, device: torch.device, path: Path, start: float) -> dict[str, Any]:
     """All parts that were asked for, and what failed or was wrong; written to `path` after every record."""
     extent, problems = Extent(given.dry), list[str]()
     clock = Clock(device, extent.rounds)
-    start = time.monotonic()
-    result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device), "problems": problems}
+    end = start + 60 * (given.minutes or float("inf"))
+    result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device)}
+    result |= {"problems": problems, "left out": []}
     warm(device, 5.0)
     result["ceilings"] = plain(Ceilings.measure(clock, extent))
     products, steps = Products(clock, extent, problems), Steps(clock, extent, given.output, problems)
@@ -85,6 +85,9 @@ def measured(given: argparse.Namespace, device: torch.device, path: Path) -> dic
     }
     for part in (own for own in PARTS if own in (given.only or PARTS)):
         if part == "calibration":
+            if time.monotonic() > end:
+                result["left out"].append(part)
+                continue
             with going_on(part, problems):
                 hardware, _ = calibrate(device=device.type, ranks=1, quick=True, extent=TINY if given.dry else None)
                 rates = given.output / f"hardware-{hardware.name}.json"
@@ -93,6 +96,9 @@ def measured(given: argparse.Namespace, device: torch.device, path: Path) -> dic
         else:
             result[part] = []
             for number, work in enumerate(works[part]()):
+                if time.monotonic() > end:
+                    result["left out"].append(f"{part}, number {number}")
+                    continue
                 with going_on(f"{part}, number {number}", problems):
                     result[part].append(work())
                 result["seconds"] = time.monotonic() - start
@@ -105,28 +111,23 @@ def measured(given: argparse.Namespace, device: torch.device, path: Path) -> dic
     return result
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Times and ratios to what torch.compile, or cuBLAS, made of the same."""
+def shown(result: dict[str, Any]) -> Iterator[str]:
+    """Times and ratios to what torch.compile, or cuBLAS, made of the same; without rich, which a machine may lack."""
     for part, label in (("products", "case"), ("kernels", "size"), ("steps", "set")):
-        if part not in result:
-            continue
-        table = Table(part, "variant", "ms", "ratio", "quartiles", "ceilings: bf16 TFLOP/s, TB/s", box=None)
-        for record in result[part]:
+        if part in result:
+            yield f"\n{part:<26}{'variant':<14}{'ms':>10}{'ratio':>8}  {'quartiles':<14}bf16 TFLOP/s, TB/s"
+        for record in result.get(part, ()):
             what = f"{record.get('kernel', '')} {record[label]}".strip()
+            best = record["ceilings"]
             for name, own in record["variants"].items():
                 low, high = own["quartiles"]
-                best = record["ceilings"]
-                table.add_row(
-                    what,
-                    name,
-                    f"{own['seconds'] * 1e3:.3f}",
-                    f"{own['ratio']:.2f}",
-                    f"{low:.2f} to {high:.2f}",
-                    f"{best['bf16']:.0f}, {best['bandwidth']:.2f}",
-                )
-        console.print(table)
-    for problem in result["problems"]:
-        console.print(f"wrong: {problem}", style="bold red")
+                rate = f"{best['bf16']:.0f}, {best['bandwidth']:.2f}"
+                times = f"{own['seconds'] * 1e3:>10.3f}{own['ratio']:>8.2f}"
+                yield f"{what:<26}{name:<14}{times}  {f'{low:.2f} to {high:.2f}':<14}{rate}"
+            yield from (f"    {name}: {why}" for name, why in record.get("notes", {}).items() if why != NO_CUDA)
+    yield from (f"wrong: {problem}" for problem in result["problems"])
+    if result["left out"]:
+        yield f"no time for {len(result['left out'])} records: {', '.join(result['left out'])}"
 
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
@@ -134,6 +135,7 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    start = time.monotonic()
     given = parse(arguments)
     if not given.dry and not torch.cuda.is_available():
         print(
@@ -147,8 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
     path = given.output / f"gpu-{name}-torch{torch.__version__.partition('+')[0]}.json"
     # Products and steps compile one function for many shapes, which is no reason to give up.
     torch._dynamo.config.recompile_limit = 64
-    result = measured(given, device, path)
-    show(result, Console(width=120))
+    result = measured(given, device, path, start)
+    for line in shown(result):
+        print(line)
     print(f"{path}: {result['seconds']:.0f} s")
     return 1 if result["problems"] else 0
 

@@ -16,6 +16,7 @@ from canzona_compile.tools.calibration.clock import Clock
 
 Work = Callable[[], object]
 
+NO_CUDA = "no CUDA"
 HEAD_START = 40_000_000  # cycles, 20 ms of an H200: longer than the host takes to launch a stage of a step
 
 
@@ -132,7 +133,7 @@ def compared(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, Any
 def graphed(work: Work, device: torch.device) -> tuple[Work, str]:
     """The work as a CUDA graph, so that its launches take no time; as it is, and why, where that cannot be."""
     if device.type != "cuda":
-        return work, "no CUDA"
+        return work, NO_CUDA
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

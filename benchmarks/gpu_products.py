@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,8 @@ from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.tuning.command import named
-from gpu_clock import Ceilings, Extent, Work, compared, going_on, graphed, in_turn, plain
+from gpu_clock import NO_CUDA, Ceilings, Extent, Work, compared, going_on, graphed, in_turn, plain
+from gpu_others import newton_schulz_of_others, others_of
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 STEPS = 5
@@ -65,10 +67,21 @@ class Calls(fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
+@contextlib.contextmanager
+def program_of(optimizer: Any) -> Iterator[Any]:
+    """What runs the last program of a wrapped optimizer, which finds gradients as in a step."""
+    driver = optimizer.canzona.session.driver
+    driver.gradients.read()
+    try:
+        with torch.no_grad(), driver.last.executor.streams.entered():
+            yield driver.last.executor
+    finally:
+        driver.gradients.forget()
+
+
 def compute_calls(optimizer: Any) -> list[Work]:
     """What a wrapped optimizer, that has stepped, computes per step, elementwise work aside."""
-    executor = optimizer.canzona.session.driver.last.executor
-    with torch.no_grad(), executor.streams.entered():
+    with program_of(optimizer) as executor:
         calls = Calls(executor.program.module)
         calls.run(*executor.arguments())
     return calls.found
@@ -139,12 +152,13 @@ class Products:
                 if not own <= WORSE * eager + 1e-3:
                     self.problems.append(f"{label} {numerics}: {own:.1e} from 64 bits, eager is {eager:.1e}")
                 variants[numerics] = lambda calls=calls: [call() for call in calls]  # type: ignore[misc]
+        variants |= self._that_run(newton_schulz_of_others, notes, source)
         with torch.no_grad():
             graphs = {}
             for name, work in variants.items():
                 graphs[name], why = graphed(work, self.clock.device)
                 if why:
-                    notes[name] = f"no CUDA graph: {why}"
+                    notes[name] = why if why == NO_CUDA else f"no CUDA graph: {why}"
             ceilings = Ceilings.measure(self.clock, self.extent)
             seconds = in_turn(self.clock, graphs, self.extent)
         return {
@@ -155,6 +169,21 @@ class Products:
             "notes": notes,
             "ceilings": plain(ceilings),
         }
+
+    def _that_run(self, make: Callable[..., Mapping[str, Work]], notes: dict[str, str], *given: Any) -> dict[str, Work]:
+        """What other packages have and can do here; a note says why something of theirs fails, and is no problem."""
+        found: dict[str, Work] = {}
+        try:
+            for name, work in make(*given).items():
+                try:
+                    with torch.no_grad():
+                        work()
+                    found[name] = work
+                except Exception as error:
+                    notes[name] = f"fails: {type(error).__name__}: {error}".splitlines()[0]
+        except Exception as error:
+            notes["others"] = f"fail: {type(error).__name__}: {error}".splitlines()[0]
+        return found
 
     def kernels(self) -> list[Callable[[], dict[str, Any]]]:
         kinds = ("sym_gemm", "gemm_axpby")
@@ -175,6 +204,8 @@ class Products:
                 "cublas": lambda: torch.addmm(b, a, b, beta=2.0, alpha=0.5, out=out),
                 "ours": lambda: gemm_axpby(a, b, alpha=2.0, beta=0.5, out=out),
             }
+        notes = dict[str, str]()
+        variants |= self._that_run(others_of, notes, kind, a, b, out)
         with torch.no_grad():
             errors = {}
             with recorded() as launches:
@@ -194,6 +225,6 @@ class Products:
             "variants": compared(seconds, "cublas"),
             "tflops": {name: 2 * n**3 / min(own) / 1e12 for name, own in seconds.items()},
             "errors": errors,
-            "notes": {name: why for name, (_, why) in graphs.items() if why},
+            "notes": notes | {name: why for name, (_, why) in graphs.items() if why},
             "ceilings": plain(ceilings),
         }

@@ -18,12 +18,15 @@ import canzona_compile
 from canzona_compile.ir import program_ops
 from canzona_compile.tools.calibration.clock import Clock
 from gpu_clock import Ceilings, Extent, alone, compared, going_on, in_turn, plain
-from gpu_products import newton_schulz
+from gpu_products import newton_schulz, program_of
 from latency_cases import Shape, qwen_layer
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 LAYERS_8B = 6  # of 36: four optimizers at once have to fit
 VARIANTS = ("plain", "compiled", "exact", "fast")
+# `torch.compile` of `torch.optim.Muon.step` itself unrolls all matrices into one graph, which takes minutes to compile
+# for a whole model. It takes part where there are few; "compiled" is a graph per shape with the same arithmetic.
+WHOLE, MOST_WHOLE = "compiled muon", 16
 OURS = ("exact", "fast")
 
 
@@ -35,6 +38,7 @@ def sets(extent: Extent) -> dict[str, tuple[Shape, ...]]:
         return qwen_layer(*sizes) * extent.count(count)
 
     return {
+        "qwen3-1.7b-1-layer": layers(1, 2048, 6144, 2048, 1024),
         "qwen3-1.7b": layers(28, 2048, 6144, 2048, 1024),
         f"8b-{LAYERS_8B}-layers": layers(LAYERS_8B, 4096, 12288, 4096, 1024),
     }
@@ -112,7 +116,7 @@ class Steps:
         first = dict(zip(dict.fromkeys(shapes), values, strict=True))
         gradients = [first[shape].to(device) for shape in shapes]
         optimizers: dict[str, Any] = {}
-        for variant in VARIANTS:
+        for variant in (*VARIANTS, *([WHOLE] if len(shapes) <= MOST_WHOLE else [])):
             with going_on(f"{name} {variant}", self.problems):
                 params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
                 for param, gradient in zip(params, gradients, strict=True):
@@ -156,6 +160,9 @@ class Steps:
         if variant == "compiled":
             return CompiledMuon(params, self.extent.compiler)
         muon = Muon(params, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+        if variant == WHOLE:
+            muon.step = torch.compile(muon.step, dynamic=False, backend=self.extent.compiler)  # type: ignore[method-assign]
+            return muon
         return muon if variant == "plain" else canzona_compile.wrap(muon, numerics=variant)  # type: ignore[arg-type]
 
     def _check(self, name: str, optimizers: dict[str, Any]) -> None:
@@ -171,10 +178,9 @@ class Steps:
 
     def _breakdown(self, optimizer: Any, whole: float) -> dict[str, float]:
         """Seconds of a step by kind, each call alone; exposed: what the step takes beside them."""
-        executor = optimizer.canzona.session.driver.last.executor
         rounds: list[dict[str, float]] = []
         for _ in range(3):
-            with torch.no_grad(), executor.streams.entered():
+            with program_of(optimizer) as executor:
                 timed = Timed(executor.program.module, self.clock)
                 timed.run(*executor.arguments())
             rounds.append(timed.seconds)

@@ -86,6 +86,10 @@ class DrawsRandomNumbers(CanzonaWarning):
     """The optimizer draws random numbers, and not those that the plain optimizer would draw on one device."""
 
 
+class MayHang(CanzonaWarning):
+    """Two communicators of NCCL are in use at a time, and their order is not kept on devices."""
+
+
 class RoundsOtherwise(CanzonaWarning):
     """Results have the bits of the optimizer with other options than those that it has."""
 

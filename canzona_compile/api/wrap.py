@@ -220,7 +220,9 @@ def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> Non
             return
         optimizer.canzona.release()  # type: ignore[attr-defined]
         detach(optimizer)
-    attach(optimizer, kind(Session(optimizer, options)))
+    session = Session(optimizer, options)
+    session.keep_launch_order()
+    attach(optimizer, kind(session))
 
 
 def made_options(

@@ -36,6 +36,7 @@ from canzona_compile.ir.options import MissingGrads, Numerics
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.split import Split
 from canzona_compile.machine.hardware import Hardware
+from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
@@ -136,6 +137,7 @@ def zero1(
     params, meshes = trained_params(model, optimizers, options.layout, ranks)
     notice_one_rank(group, meshes)
     device = next(iter(params.values())).device
+    keep_launch_order([own for own in (group.shard, group.replicate) if own is not None], device)
     agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
     either = group.shard or group.replicate
     announcer = Announcer() if either is None else Announcer(every_rank(mesh, meshes, group), either, device)

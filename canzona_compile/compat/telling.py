@@ -12,13 +12,13 @@ import os
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Protocol
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
 from canzona_compile.compat.logs import ROOT, VARIABLE
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 log = logging.getLogger(f"{ROOT}.progress")  # the name that users know it by, wherever this file is
 ours = logging.getLogger(ROOT)
@@ -75,9 +75,14 @@ def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Co
         quiet: whether to show nothing.
         console: the terminal; standard error by default.
     """
+    if quiet or (console is None and find_spec("rich") is None):
+        yield _hears.get()  # also where rich is missing, which nothing but a line for people needs
+        return
+    from rich.console import Console
+
     console = console or Console(stderr=True)
     logged = ours.isEnabledFor(logging.INFO)
-    if quiet or not console.is_terminal or console.is_dumb_terminal or _hears.get() is not ignore:
+    if not console.is_terminal or console.is_dumb_terminal or _hears.get() is not ignore:
         yield _hears.get()
         return
     if os.environ.get(VARIABLE) or (patience and logged):
@@ -108,6 +113,9 @@ class ProgressLine:
     """
 
     def __init__(self, title: str, console: Console) -> None:
+        from rich.markup import escape
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
         self._bar = Progress(
             *(*columns, TimeElapsedColumn()),
@@ -116,14 +124,14 @@ class ProgressLine:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._title = title
+        self._title, self._escape = title, escape
         self._task = self._bar.add_task(escape(title), total=None)
         self._lock = threading.Lock()  # the line begins in the thread of a timer
         self._ended = False
 
     def hear(self, words: str, done: int = 0, total: int = 0) -> None:
         """Show these words from now on; see `Hear`."""
-        self._bar.update(self._task, description=escape(f"{self._title}: {words}"))
+        self._bar.update(self._task, description=self._escape(f"{self._title}: {words}"))
         if total:  # words without a count belong to the part that was begun before
             self._bar.update(self._task, completed=done, total=total)
 

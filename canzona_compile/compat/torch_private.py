@@ -258,3 +258,10 @@ def end_allocation_to_pool(device: int, pool: Any) -> bool:
         return False
     torch._C._cuda_releasePool(device, pool)
     return True
+
+
+def process_groups() -> list[Any]:
+    """All process groups that this process is part of."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)

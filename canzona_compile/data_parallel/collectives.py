@@ -19,6 +19,7 @@ from torch import Tensor
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.held_works import hold
+from canzona_compile.runtime.process_groups import over_gloo
 
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -86,16 +87,17 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
     shard = filled.new_empty(bucket.shard_lengths[group.rank])
     if group.shard is None or group.size == 1 or not len(filled):
         return Pending(bucket, shard.copy_(filled))
-    if over_gloo(group.shard, filled.device):
+    gloo = over_gloo(filled.device, group.shard)
+    if gloo:
         parts = filled.new_empty(group.size, len(shard))
         own, sent = [len(shard)] * group.size, list(bucket.shard_lengths)
         work = dist.all_to_all_single(parts.view(-1), filled, own, sent, group=group.shard, async_op=True)
-        return Pending(bucket, shard, under_way(filled, work), (filled,), parts)
+        return Pending(bucket, shard, under_way(gloo, work), (filled,), parts)
     if bucket.uniform:
         work = REDUCE_SCATTER(shard, filled, group=group.shard, async_op=True)
     else:
         work = dist.reduce_scatter(shard, shards_of(bucket, filled), group=group.shard, async_op=True)
-    return Pending(bucket, shard, under_way(filled, work), (filled,))
+    return Pending(bucket, shard, under_way(gloo, work), (filled,))
 
 
 def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
@@ -110,7 +112,8 @@ def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
         return Pending(bucket, shard)
     whole = shard.new_empty(bucket.starts[-1])
     shards = shards_of(bucket, whole)
-    if over_gloo(group.shard, shard.device):
+    gloo = over_gloo(shard.device, group.shard)
+    if gloo:
         shards[group.rank].copy_(shard)
         ranks = dist.get_process_group_ranks(group.shard)
         works = [
@@ -118,25 +121,18 @@ def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
             for part, source in zip(shards, ranks, strict=True)
             if len(part)
         ]
-        return Pending(bucket, whole, under_way(whole, *works))
+        return Pending(bucket, whole, under_way(gloo, *works))
     if bucket.uniform:
         work = ALL_GATHER(whole, shard, group=group.shard, async_op=True)
     else:
         work = dist.all_gather(shards, shard, group=group.shard, async_op=True)
-    return Pending(bucket, whole, under_way(whole, work), (shard,))
+    return Pending(bucket, whole, under_way(gloo, work), (shard,))
 
 
-def over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of a group go over gloo for tensors on this device."""
-    name: str = group._get_backend(device).name()
-    return name == "gloo"
-
-
-def under_way(tensor: Tensor, *works: dist.Work | None) -> tuple[dist.Work, ...]:
-    """The collectives of a tensor that were started and are not done. Gloo's threads do not let go of them last."""
-    on_host = tensor.device.type == "cpu"
+def under_way(gloo: bool, *works: dist.Work | None) -> tuple[dist.Work, ...]:
+    """The collectives that were started and are not done. Gloo's threads do not let go of them last."""
     found = tuple(work for work in works if work is not None)
-    for work in found if on_host else ():
+    for work in found if gloo else ():
         hold(work)
     return found
 

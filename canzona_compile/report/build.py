@@ -33,6 +33,7 @@ from canzona_compile.machine.hardware import hardware_of
 from canzona_compile.report.measured import measured_report
 from canzona_compile.report.page import PageModel
 from canzona_compile.report.prediction import predict
+from canzona_compile.report.printable import Printable
 from canzona_compile.report.run_page import run_page
 from canzona_compile.report.schema import (
     BucketReport,
@@ -50,7 +51,6 @@ from canzona_compile.report.schema import (
     WireReport,
 )
 from canzona_compile.report.sections import measured_remark
-from canzona_compile.report.terminal import Printable
 from canzona_compile.report.units import plural
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]

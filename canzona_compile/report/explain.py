@@ -11,7 +11,7 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.report.page import PageModel, PageTable, Words
-from canzona_compile.report.terminal import Printable
+from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.cells import check_whole

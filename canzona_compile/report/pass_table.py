@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from canzona_compile.errors import some
 from canzona_compile.ir.pipeline import PassHistory, PassRecord
 from canzona_compile.report.page import PageModel, PageTable
-from canzona_compile.report.terminal import Printable
+from canzona_compile.report.printable import Printable
 
 
 @dataclass(frozen=True, slots=True)

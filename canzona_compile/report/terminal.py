@@ -6,11 +6,10 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.constrain import Constrain
-from rich.jupyter import JupyterMixin
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
@@ -60,31 +59,6 @@ def printed(renderable: RenderableType, width: int) -> str:
     console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
-
-
-class Printable(JupyterMixin):
-    """What people read as a page: print it, also with rich or in a notebook.
-
-    Attributes:
-        text_width: columns of its text.
-    """
-
-    __slots__ = ()
-    text_width: ClassVar[int] = 80
-
-    def page(self) -> PageModel:
-        """What people read of it."""
-        raise NotImplementedError
-
-    def to_text(self, width: int | None = None) -> str:
-        """Render it without colours, `width` columns wide; `text_width` if None."""
-        return printed(self, width or self.text_width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield render(self.page())
-
-    def __str__(self) -> str:
-        return self.to_text()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def hold(work: dist.Work) -> None:
     """Keep a collective that was started, whoever forgets it.
 
     Args:
-        work: a collective of tensors on the host.
+        work: a collective over gloo.
     """
     _started.append(work)
 

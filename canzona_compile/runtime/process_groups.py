@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from canzona_compile.ir.program_ops import Watch
+from canzona_compile.runtime.launch_order import backend_on, keep_launch_order
 
 Ranks = tuple[int, ...]
 
@@ -42,6 +43,11 @@ class Groups:
                 if ranks == tuple(sorted(ranks)):
                     self._known.setdefault(ranks, group)
 
+    @property
+    def known(self) -> list[dist.ProcessGroup]:
+        """All that it has learnt of or made."""
+        return list(self._known.values())
+
     def of(self, ranks: Ranks) -> dist.ProcessGroup:
         """Return the process group of these ranks. If it is new, all of them must call this."""
         if ranks not in self._known:
@@ -64,6 +70,7 @@ class Groups:
         if ranks in self._warm:
             return
         self._warm.add(ranks)
+        keep_launch_order([self.of(own) for own in sorted(self._warm)], device)
         token = torch.zeros(len(ranks), dtype=torch.uint8, device=device)
         watch.wait(dist.all_to_all_single(torch.empty_like(token), token, group=self.of(ranks), async_op=True))
         if device.type == "cuda":
@@ -97,6 +104,19 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     another, and NCCL does not run two ranks on one device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def over_gloo(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Tell whether collectives of tensors on a device go over gloo, whose works the host waits for.
+
+    The device does not tell: ranks that share a GPU use gloo, which takes tensors on CUDA and copies them by itself.
+
+    Args:
+        device: of the tensors.
+        group: the process group; the default one if None, whose backend ours have too.
+    """
+    group = group or dist.group.WORLD
+    return group is not None and backend_on(group, device) == "gloo"
 
 
 def distributed() -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.runtime.held_works import waited
+from canzona_compile.runtime.process_groups import over_gloo
 
 PATIENCE = timedelta(seconds=1)
 LEFT_THE_STEP = (
@@ -53,7 +54,7 @@ class Waiter:
         self.listeners, self.device, self.hint, self._meanwhile = listeners, device, hint, meanwhile
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective. On the CPU the host waits; on other devices the current stream waits.
+        """Wait for a collective. Over gloo, and on the CPU, the host waits; elsewhere the current stream waits.
 
         Args:
             work: the collective, which was started asynchronously.
@@ -61,7 +62,8 @@ class Waiter:
         Raises:
             CanzonaError: the collective failed, or a peer failed and will not take part in it.
         """
-        if self.device.type != "cpu":  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
+        on_host = self.device.type == "cpu" or over_gloo(self.device)
+        if not on_host:  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
             work.wait()
             return
         while True:

@@ -21,6 +21,7 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.replica.raised import failed_on, first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
+from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
@@ -259,6 +260,14 @@ class Session(PortableState):
             verdict = self._agreement.settle(numbers, change, error)
         if verdict is not None:
             raise verdict
+
+    def keep_launch_order(self) -> None:
+        """Ask NCCL for what it may need, while that is early enough: before the first forward pass, if possible."""
+        params, replicate = [p for _, _, p in self.named], self.options.replicate
+        candidates = [*meshes_of(params), *([replicate] if replicate else [])]
+        if candidates and distributed() and self.device.type == "cuda":
+            self.groups.learn(candidates)
+            keep_launch_order(self.groups.known, self.device, certain=False)
 
     def _start(self) -> StepDriver:
         """Bind, plan and agree with the other ranks. A rank that fails tells the others, so that all of them raise."""

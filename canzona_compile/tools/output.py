@@ -8,10 +8,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
-
-from rich.console import Console, RenderableType
+from typing import TYPE_CHECKING
 
 from canzona_compile.errors import CanzonaError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def show(content: RenderableType, json: Callable[[], str] | None = None) -> None:
@@ -24,6 +26,8 @@ def show(content: RenderableType, json: Callable[[], str] | None = None) -> None
     if json is not None:
         print(json())
     else:
+        from rich.console import Console  # late: many commands print no page
+
         Console(width=None if sys.stdout.isatty() else 120).print(content)
 
 

@@ -236,7 +236,7 @@ class RankPlace:
     Attributes:
         rank, world: in the process group.
         local, near: the same among the ranks of this machine.
-        device: "cuda" for NCCL, "cpu" for gloo.
+        device: the kind of device, "cuda" or "cpu".
         host, port: of the store.
         meeting: the name under which these processes meet in the store; others take another one.
         patience: seconds of a collective's timeout.
@@ -251,6 +251,28 @@ class RankPlace:
     port: int
     meeting: str
     patience: float
+
+    @property
+    def backend(self) -> str:
+        """What the ranks talk through; see `backend_for`."""
+        return backend_for(self.device, self.near)
+
+    @property
+    def device_index(self) -> int:
+        """Which of this machine's GPUs it uses. Ranks share them by turns if there are more ranks than GPUs."""
+        return self.local % torch.cuda.device_count() if self.device == "cuda" else self.local
+
+
+def backend_for(device: str, ranks: int) -> str:
+    """NCCL where each rank has a GPU of its own, gloo elsewhere: NCCL does not run two ranks on one device.
+
+    Gloo's collectives take tensors on CUDA as well, and copy them through the host.
+
+    Args:
+        device: "cuda" or "cpu".
+        ranks: how many there are on this machine.
+    """
+    return "nccl" if device == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
 
 
 def places_here(ranks: int, device: str, patience: float) -> tuple[tuple[RankPlace, ...], TCPStore]:
@@ -350,20 +372,21 @@ def as_rank(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def join_ranks(place: RankPlace) -> None:
-    """Make this process a rank, with a device of its own."""
+    """Make this process a rank, with its device as the current one."""
     device = torch.device("cpu")
     if place.device == "cuda":
-        device = torch.device("cuda", place.local % torch.cuda.device_count())
+        device = torch.device("cuda", place.device_index)
+        torch.cuda.init()  # a mesh keeps the current device only if CUDA is in use
         torch.cuda.set_device(device)
-    elif place.near == place.world and "lo" in (name for _, name in socket.if_nameindex()):
+    if place.backend == "gloo" and place.near == place.world and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
     timeout = timedelta(seconds=place.patience)
     store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        place.backend,
         store=PrefixStore(place.meeting, store),
         rank=place.rank,
         world_size=place.world,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if place.backend == "nccl" else None,
     )

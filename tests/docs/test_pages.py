@@ -167,6 +167,7 @@ SHELL: dict[str, Callable[[list[str]], None]] = {
     "make": make,
     "torchrun": torchrun,
     "python": python,
+    "python3": python,
     "canzona-compile": canzona,
     "pip": pip,
 }

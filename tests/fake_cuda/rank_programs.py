@@ -29,7 +29,7 @@ from canzona_compile.session.plan import emit
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.on_device import DeviceExecutor, look, on_stand_in
 from tests.fake_cuda.tensors import plainly
-from tests.lowering.test_stream_sync import CUDA, scheduled
+from tests.lowering.emitted_steps import CUDA, scheduled
 
 Plant = Callable[[fx.GraphModule], None]  # makes a mistake in the program of rank 0
 

@@ -13,27 +13,9 @@ from torch import Tensor
 from canzona_compile.kernels.cholesky_qr import cholesky_qr, noise, reference
 from canzona_compile.kernels.root_ops import CHOLESKY_QR
 from tests.harness.untimed import untimed
+from tests.kernels.factorization_cases import deficient, errors, orthogonal, with_condition
 
 SHAPES = [(8, 8), (64, 64), (256, 256), (300, 100), (40, 1)]
-
-
-def orthogonal(m: int, n: int, seed: int, count: int = 2) -> Tensor:
-    entries = torch.randn(count, m, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return torch.linalg.qr(entries).Q
-
-
-def with_condition(m: int, n: int, condition: float, seed: int = 0) -> Tensor:
-    """Float32 matrices [2, m, n] with singular values from 1 to 1 / condition."""
-    singular = torch.logspace(0.0, -math.log10(condition), n, dtype=torch.float64)
-    return (orthogonal(m, n, seed) * singular @ orthogonal(n, n, seed + 1).mT).float()
-
-
-def errors(matrix: Tensor, q: Tensor, r: Tensor) -> tuple[float, float]:
-    """Of orthogonality, by the root of n, and of the product, by the matrix."""
-    n = matrix.shape[-1]
-    apart = (q.mT.double() @ q.double() - torch.eye(n)).norm(dim=(-2, -1)).max() / n**0.5
-    size = matrix.double().norm(dim=(-2, -1)).clamp(min=1e-300)
-    return float(apart), float(((q.double() @ r.double() - matrix.double()).norm(dim=(-2, -1)) / size).max())
 
 
 def is_triangular(r: Tensor) -> bool:
@@ -73,24 +55,6 @@ def test_power_iteration_is_well_conditioned_however_the_statistics_are(conditio
     apart, residual = errors(product, *cholesky_qr(product))
     assert apart <= 1e-6
     assert residual <= 2e-5
-
-
-def deficient(kind: str, m: int, n: int) -> Tensor:
-    matrix = with_condition(m, n, 1e2)
-    match kind:
-        case "rank":
-            return (orthogonal(m, n // 2, 0) @ orthogonal(n, n // 2, 1).mT).float()
-        case "dead rows":
-            matrix[:, : m // 2] = 0.0
-        case "dead columns":
-            matrix[..., n // 3 :] = 0.0
-        case "equal columns":
-            matrix[..., 1:4] = matrix[..., :1]
-        case "zeros":
-            matrix.zero_()
-        case "ones":
-            matrix.fill_(1.0)
-    return matrix
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (64, 64), (100, 30)])
@@ -164,15 +128,3 @@ def test_the_operator_is_sound() -> None:
     torch.library.opcheck(CHOLESKY_QR, (matrix,), test_utils=("test_schema", "test_faketensor"))
     for found, expected in zip(CHOLESKY_QR(matrix), cholesky_qr(matrix), strict=True):
         assert torch.equal(found, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu() -> None:
-    for kind in ("rank", "equal columns"):
-        matrix = torch.cat([with_condition(64, 64, 1e2), deficient(kind, 64, 64)])
-        q, r = (t.cpu() for t in cholesky_qr(matrix.cuda()))
-        apart, residual = errors(matrix, q, r)
-        assert apart <= 1e-6
-        assert residual <= 4e-5

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.kernels.cholesky_qr import cholesky_qr
@@ -22,42 +21,9 @@ from canzona_compile.kernels.minimax import schedule
 from canzona_compile.kernels.root_ops import INVERSE_ROOT
 from tests.harness.marks import also
 from tests.harness.untimed import untimed
+from tests.kernels.factorization_cases import BOUNDS, KINDS, error, spectrum, with_spectrum
 
 aten = torch.ops.aten
-
-
-def with_spectrum(eigenvalues: Tensor, seed: int = 0, count: int = 2) -> Tensor:
-    """Symmetric float32 matrices [count, n, n] with these eigenvalues and random eigenvectors."""
-    n = len(eigenvalues)
-    noise = torch.randn(count, n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    vectors = torch.linalg.qr(noise).Q
-    low = (vectors * eigenvalues.double() @ vectors.mT).float()
-    return low.tril() + low.tril(-1).mT
-
-
-def spectrum(kind: str, n: int, condition: float) -> Tensor:
-    """Eigenvalues from 1 to 1 / condition."""
-    least = 1.0 / condition
-    found = torch.full((n,), least if kind == "one large" else 1.0, dtype=torch.float64)
-    match kind:
-        case "even":
-            return torch.logspace(0.0, -math.log10(min(condition, 1e30)), n, dtype=torch.float64)
-        case "half small":
-            found[n // 2 :] = least
-        case "one small":
-            found[-1] = least
-        case "one large":
-            found[0] = 1.0
-    return found
-
-
-KINDS = ("even", "half small", "one small", "one large")
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    """The largest of a batch, in the Frobenius norm, by that of what is expected."""
-    apart = (found.double() - expected.double()).norm(dim=(-2, -1)) / expected.double().norm(dim=(-2, -1))
-    return float(apart.max())
 
 
 # -- polynomials -------------------------------------------------------------------------------
@@ -102,8 +68,6 @@ def test_intervals_that_are_none(p: int, smallest: float, tolerance: float) -> N
 
 
 # -- roots -------------------------------------------------------------------------------------
-
-BOUNDS = {2: {1e0: 1e-6, 1e2: 1e-5, 1e4: 1e-3, 1e6: 1e-1}, 4: {1e0: 1e-6, 1e2: 5e-6, 1e4: 5e-4, 1e6: 5e-2}}
 
 
 @pytest.mark.parametrize("n", [8, 64, *also([256])])
@@ -283,19 +247,3 @@ def test_the_operator_is_sound(floor: float | None) -> None:
     matrix = with_spectrum(spectrum("even", 6, 1e2))
     torch.library.opcheck(INVERSE_ROOT, (matrix, 4, 0.25, floor), test_utils=("test_schema", "test_faketensor"))
     assert torch.equal(INVERSE_ROOT(matrix, 4, 0.25, floor), inverse_root(matrix, 4, 0.25, floor))
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("p", [2, 4])
-def test_on_a_gpu(p: int) -> None:
-    """Also where products of the caller may be rounded to TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        for kind in KINDS:
-            matrix = with_spectrum(spectrum(kind, 256, 1e4))
-            assert error(inverse_root(matrix.cuda(), p).cpu(), reference(matrix, p)) <= BOUNDS[p][1e4]
-    finally:
-        torch.set_float32_matmul_precision(before)

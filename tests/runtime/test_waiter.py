@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.runtime import waiter
+from canzona_compile.runtime import process_groups, waiter
 from canzona_compile.runtime.waiter import Waiter
 
 CPU = torch.device("cpu")
@@ -105,3 +106,20 @@ def test_a_wait_that_fails_at_once_is_no_patience_that_ends() -> None:
     with pytest.raises(CanzonaError, match="connection reset"):
         wait(Broken(0, "connection reset"), listener)
     assert listener.failures == 1
+
+
+@pytest.mark.parametrize(("backend", "heard"), [("gloo", 3), ("nccl", 0)])
+def test_the_backend_says_who_waits(backend: str, heard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share a GPU use gloo: the host waits, and listens meanwhile. With NCCL the stream waits."""
+
+    class Backend:
+        def name(self) -> str:
+            return backend
+
+    group = SimpleNamespace(_get_backend=lambda device: Backend(), _device_types=[torch.device("cuda")])
+    monkeypatch.setattr(process_groups.dist, "group", SimpleNamespace(WORLD=group))
+    listener, work = Listener(), Work(3 if heard else 0)
+    listeners: Any = [listener]
+    collective: Any = work
+    Waiter(listeners, torch.device("cuda")).wait(collective)
+    assert (listener.heard, work.calls) == (heard, heard + 1)

@@ -33,7 +33,7 @@ from tests.harness.pairs import feed, parameters
 from tests.harness.ranks import Died, run
 from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_one
-from tests.lowering.test_stream_sync import emitted
+from tests.lowering.emitted_steps import emitted
 
 pytestmark = pytest.mark.usefixtures("captures_shared")
 SHAPES = ((31, 17), (2, 20), (24, 24), (24, 24))

@@ -27,7 +27,7 @@ def off_by_one_bit(rank: AcceptanceRank) -> str:
             fragment = local_part(both.ours.params[1].detach())
             fragment.view(-1)[:1] = torch.nextafter(fragment.view(-1)[:1], torch.full((1,), torch.inf))
         both.step(in_place=False)
-    return both.verdict(bits=True)
+    return both.verdict()
 
 
 def waits_for_ever(rank: AcceptanceRank) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from canzona_compile.ir.layout import Shape
 from canzona_compile.report.page import PageModel, PageTable, Words, note
-from canzona_compile.report.terminal import Printable
+from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_count, format_shape, plural
 
 STYLES = {"matrix": "green", "other": "cyan", "frozen": "dim"}

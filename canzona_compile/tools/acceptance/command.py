@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+import signal
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.distributed.rendezvous import rendezvous
@@ -16,55 +21,88 @@ from torch.distributed.rendezvous import rendezvous
 from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal, counted
-from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts
-from canzona_compile.tools.acceptance.step import AcceptanceStep
+from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts, needed
+from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
 from canzona_compile.tools.acceptance.steps_audit import audit, last_audit
 from canzona_compile.tools.acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
-from canzona_compile.tools.acceptance.steps_machine import checked_memory, gpu_tests, machine_works, measured
+from canzona_compile.tools.acceptance.steps_machine import benchmarks, checked_memory, gpu_tests, machine_works, tuned
 from canzona_compile.tools.acceptance.supervisor import MARGIN, LocalRanks, Supervisor
-from canzona_compile.tools.processes import RankPlace, places_here
+from canzona_compile.tools.processes import RankPlace, backend_for, places_here
 
 log = logging.getLogger(__name__)
 
 FOLDER = "canzona-acceptance"
 # Seconds of the process groups' timeouts. One step waits for it, and no rank waits so long for a slow one.
-PATIENCE = {"cuda": 120.0, "cpu": 30.0}
+PATIENCE = {("cuda", "nccl"): 120.0, ("cuda", "gloo"): 60.0, ("cpu", "gloo"): 30.0}
+ON_FEW = (2, 4)  # numbers of ranks that show something, where there are not as many GPUs
+# The parts of a whole run, in order. Each one can be run by itself.
+PARTS: dict[str, Callable[[bool], Iterator[AcceptanceStep]]] = {}
+Taken = tuple[AcceptanceStep, int]  # a step, and how many ranks take it
+RANKS = {"ranks", "two mesh dims", "two stages"}  # needs of steps that show something else with more ranks
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `accept` to its parser."""
     add = parser.add_argument
+    add("part", nargs="?", choices=PARTS, help="run this part alone (default: all of them, in this order)")
+    add("--minutes", type=float, metavar="M", help="end within M minutes; steps that find no time are skipped")
     add("--dry", action="store_true", help="on the CPU with gloo and tiny matrices; what needs CUDA is skipped")
-    add("--ranks", type=int, metavar="N", help="processes to start here (default: one per GPU; dry: 1)")
+    add(
+        "--ranks",
+        type=numbers,
+        metavar="N,...",
+        help="processes that take the steps, here; several numbers one after the other (default: one per GPU, then 2 "
+        "and 4 if there are fewer GPUs; dry: 1)",
+    )
     add("--only", action="append", metavar="PATTERN", help="steps by name, as in 'audit/*'; may be repeated")
     add("--output", type=Path, default=Path(FOLDER), metavar="FOLDER", help="for all results (%(default)s)")
-    add("--list", action="store_true", help="name the steps and what each shows, and take none")
+    add("--list", action="store_true", help="name the steps, what each shows and needs, and which are skipped here")
 
 
 def run(given: Namespace) -> int:
     """Take all steps, write down what each found, and return the exit code: 0 if none failed, 1 if one did.
 
+    Everything that was written lies in an archive beside the folder at the end, also after an interrupt.
+
     Raises:
         CanzonaError: there is no CUDA device and this is no dry run, or an argument is wrong.
     """
-    steps = chosen(all_steps(str(given.output.absolute())), given.only)
+    began = time.monotonic()
+    steps = chosen(all_steps(given.dry, given.part), given.only)
+    device = "cpu" if given.dry or (given.list and not torch.cuda.is_available()) else "cuda"
     if given.list:
-        for step in steps:
-            print(f"{step.name}: {step.shows}")
+        list_steps(steps, device, ranks_here(given.ranks, device))
         return 0
-    device = "cpu" if given.dry else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise CanzonaError("there is no CUDA device, and torch sees none", hint="--dry runs it on the CPU, tiny")
     if device == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise CanzonaError("TRITON_INTERPRET is set: kernels would be interpreted", hint="unset TRITON_INTERPRET")
-    own = launched(device) if "WORLD_SIZE" in os.environ else alone(device, ranks_here(given.ranks, device))
-    world = own.places[0].world
-    if given.ranks is not None and given.ranks != world:
-        raise CanzonaError(f"--ranks is {given.ranks}, and torchrun started {world}", hint="leave one of them out")
-    return accept(steps, AcceptedMachine(device, world, checkout()), own, given.output)
+    if "WORLD_SIZE" in os.environ:
+        own = launched(device)
+        worlds: tuple[int, ...] = (own.places[0].world,)
+        if given.ranks is not None and given.ranks != worlds:
+            raise CanzonaError(
+                f"--ranks is {','.join(map(str, given.ranks))}, and torchrun started {worlds[0]}",
+                hint="leave one of them out",
+            )
+    else:
+        worlds = ranks_here(given.ranks, device)
+        own = alone(device, max(worlds))
+    machine = AcceptedMachine(device, max(worlds), checkout())
+    folder = given.output / (given.part or "")
+    deadline = began + 60 * given.minutes if given.minutes else None
+    with interrupted_by_signals():
+        return accept(steps, machine, own, folder, worlds, deadline)
 
 
-def accept(steps: Sequence[AcceptanceStep], machine: AcceptedMachine, own: LocalRanks, folder: Path) -> int:
+def accept(
+    steps: Sequence[AcceptanceStep],
+    machine: AcceptedMachine,
+    own: LocalRanks,
+    folder: Path,
+    worlds: Sequence[int] = (),
+    deadline: float | None = None,
+) -> int:
     """Take steps one after the other.
 
     Args:
@@ -72,45 +110,98 @@ def accept(steps: Sequence[AcceptanceStep], machine: AcceptedMachine, own: Local
         machine: the machine.
         own: the ranks of this supervisor.
         folder: for all results; it is made.
+        worlds: the numbers of ranks that take the steps, one after the other; all ranks if there are none.
+        deadline: of the clock `time.monotonic`: what would not end by then is skipped, or ended.
 
     Returns:
         0 if none failed, otherwise 1; on all supervisors alike.
     """
+    worlds = tuple(worlds) or (machine.ranks,)
     folder.mkdir(parents=True, exist_ok=True)
-    journal = AcceptanceJournal(folder, facts(machine)) if own.first else None
-    supervisor = Supervisor(own, machine, journal, folder.absolute())
+    machines = {n: replace(machine, ranks=n, backend=own.of(n)[0].backend) for n in worlds}
+    backends = {n: own.backend for n, own in machines.items()}
+    journal = AcceptanceJournal(folder, facts(machine, backends)) if own.first else None
+    supervisor = Supervisor(own, machines, journal, folder.absolute(), deadline)
     try:
-        for number, step in enumerate(steps):
-            supervisor.take(number, step)
+        for number, (step, ranks) in enumerate(taken(steps, machines)):
+            supervisor.take(number, step, ranks)
+        if journal is not None:
+            journal.finish()
     finally:
         supervisor.close()
-    if journal is not None:
-        journal.finish()
-        log.info("%s: %s", journal.page, counted(journal.results))
+        if journal is not None:
+            log.info("%s: %s\neverything is in %s", journal.page, counted(journal.results), journal.pack())
     leave_together(own)
     return 1 if supervisor.failed else 0
 
 
-def all_steps(folder: str) -> list[AcceptanceStep]:
-    """The steps of a whole run.
+def correctness(dry: bool) -> Iterator[AcceptanceStep]:
+    """Without the machine nothing works, and without `layouts` no number means anything.
 
-    Without the machine nothing works, and without `layouts` no number means anything. Then come cases that were found
-    by reading to hang or to corrupt, then other layouts, then what takes long.
+    Then come cases that were found by reading to hang or to corrupt, then other layouts.
+    """
+    yield from (*machine_works(), *first_layouts(), *audit(), *other_layouts(), *data_parallel(), *last_audit())
+
+
+PARTS |= {
+    "correctness": correctness,
+    "tests": gpu_tests,
+    "benchmarks": benchmarks,
+    "tuning": tuned,
+    "memory": checked_memory,
+}
+
+
+def all_steps(dry: bool, part: str | None = None) -> list[AcceptanceStep]:
+    """The steps of a whole run, or of a part.
 
     Args:
-        folder: for results of steps.
+        dry: whether they are meant for a CPU.
+        part: a name of `PARTS`; None for all of them.
     """
-    return [
-        *machine_works(),
-        *first_layouts(),
-        *audit(),
-        *other_layouts(),
-        *data_parallel(),
-        *gpu_tests(),
-        *measured(folder),
-        *checked_memory(),
-        *last_audit(),
-    ]
+    return [step for name in ([part] if part else PARTS) for step in PARTS[name](dry)]
+
+
+def taken(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedMachine]) -> list[Taken]:
+    """Which numbers of ranks take which step, in order.
+
+    Steps that need no ranks, and programs, are taken once. The others are taken by each number of ranks with which they
+    show something: first the steps that fewer ranks could not take. A step that nothing here can take comes once, to
+    say why. What ends the ranks comes last, and once.
+
+    Args:
+        steps: in order.
+        machines: by numbers of ranks, in order.
+    """
+    numbers, found = list(machines), list[Taken]()
+    able = {step.name: [n for n in numbers if not machines[n].missing(step)] for step in steps}
+    for n in numbers:
+        first, again, last = list[Taken](), list[Taken](), list[Taken]()
+        for step in steps:
+            with_these = able[step.name] or [numbers[-1]]
+            once = not RANKS & {*step.needs} or isinstance(step.work, OneProgram)
+            if isinstance(step.work, OnRanks) and step.work.ends_ranks:
+                last += [(step, n)] if n == with_these[-1] else []
+            elif n == with_these[0]:
+                first.append((step, n))
+            elif n in with_these and not once:
+                again.append((step, n))
+        found += [*first, *again, *last]
+    return found
+
+
+def list_steps(steps: Sequence[AcceptanceStep], device: str, worlds: Sequence[int]) -> None:
+    """Print what each step shows and needs, and with how many ranks it would be taken here, or why not."""
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    machines = {n: AcceptedMachine(device, n, checkout(), backend_for(device, n)) for n in worlds}
+    here: dict[str, list[int]] = {}
+    for step, ranks in taken(steps, machines):
+        here.setdefault(step.name, []).append(ranks)
+    print(f"Here: {count or 'no'} GPUs, ranks {', '.join(f'{n} over {m.backend}' for n, m in machines.items())}\n")
+    for step in steps:
+        why = machines[here[step.name][-1]].missing(step)
+        who = "one program" if isinstance(step.work, OneProgram) else f"ranks {', '.join(map(str, here[step.name]))}"
+        print(f"{step.name}: {step.shows}\n    needs {needed(step)}; here: {f'skipped, {why}' if why else who}")
 
 
 def chosen(steps: Sequence[AcceptanceStep], patterns: Sequence[str] | None) -> list[AcceptanceStep]:
@@ -125,22 +216,27 @@ def chosen(steps: Sequence[AcceptanceStep], patterns: Sequence[str] | None) -> l
     return found
 
 
-def ranks_here(asked: int | None, device: str) -> int:
-    """How many ranks to start on this machine without a launcher.
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers of ranks, as in "1,2,4"."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise ArgumentTypeError(f"{text!r} should be one or more numbers, as in 1,2,4")
+    return tuple(dict.fromkeys(int(part) for part in parts))
 
-    Raises:
-        CanzonaError: there are not so many GPUs.
-    """
-    most = torch.cuda.device_count() if device == "cuda" else asked or 1
-    ranks = most if asked is None else asked
-    if not 1 <= ranks <= most:
-        raise CanzonaError(f"--ranks is {ranks}, and there are {most} GPUs", hint="every rank needs a GPU of its own")
-    return ranks
+
+def ranks_here(asked: tuple[int, ...] | None, device: str) -> tuple[int, ...]:
+    """The numbers of ranks that take the steps on this machine, without a launcher."""
+    if asked is not None:
+        return asked
+    if device == "cpu":
+        return (1,)
+    gpus = torch.cuda.device_count()
+    return (gpus, *(n for n in ON_FEW if n > gpus))
 
 
 def alone(device: str, ranks: int) -> LocalRanks:
     """All ranks under one supervisor, on this machine."""
-    return LocalRanks(*places_here(ranks, device, PATIENCE[device]))
+    return LocalRanks(*places_here(ranks, device, PATIENCE[device, backend_for(device, ranks)]))
 
 
 def launched(device: str) -> LocalRanks:
@@ -149,7 +245,8 @@ def launched(device: str) -> LocalRanks:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    place = RankPlace(rank, world, local, near, device, host, port, "", PATIENCE[device])
+    patience = PATIENCE[device, backend_for(device, near)]
+    place = RankPlace(rank, world, local, near, device, host, port, "", patience)
     return LocalRanks((place,), PrefixStore("canzona acceptance", store))
 
 
@@ -165,3 +262,18 @@ def leave_together(own: LocalRanks) -> None:
     own.store.set(f"left {first.rank}", "")
     if own.first:
         own.store.wait([f"left {rank}" for rank in others], patience)
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Let what ends a command from outside raise, as Ctrl-C does, so that results are packed and ranks are ended."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,15 +51,22 @@ class AcceptanceJournal:
 
     def add(self, result: StepResult) -> None:
         """Note a result, in the place of what was noted of the same step."""
-        if self.results and self.results[-1].name == result.name:
+        if self.results and (self.results[-1].name, self.results[-1].ranks) == (result.name, result.ranks):
             self.results.pop()
         self.results.append(result)
         self._write()
 
     def finish(self) -> None:
-        """Note that all steps were taken."""
+        """Note that all steps were taken, or left out for want of time."""
         self._complete = True
         self._write()
+
+    def pack(self) -> Path:
+        """Put the folder with everything in it into one archive beside it; the archive."""
+        path = self.folder.with_name(f"{self.folder.name}.tar.gz")
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(self.folder, self.folder.name)
+        return path
 
     def _write(self) -> None:
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._began))
@@ -87,9 +95,11 @@ class AcceptanceJournal:
             yield from ("", "## What failed, or has not ended")
             for result in self.failed:
                 yield from told(result)
-        yield from ("", "## All steps", "", "| step | result | found | s |", "|---|---|---|---|")
-        yield from (f"| {r.name} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in self.results)
-        if shown := [f"- **{r.name}**: {r.shows}" for r in self.results if r.status == "passed"]:
+        yield from ("", "## All steps", "", "| step | ranks | result | found | s |", "|---|---|---|---|---|")
+        yield from (
+            f"| {r.name} | {r.ranks or ''} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in self.results
+        )
+        if shown := dict.fromkeys(f"- **{r.name}**: {r.shows}" for r in self.results if r.status == "passed"):
             yield from ("", "## What would be known on a GPU" if dry else "## What is known now", "", *shown)
 
 
@@ -123,7 +133,7 @@ def counted(results: Sequence[StepResult]) -> str:
 
 def told(result: StepResult) -> Iterator[str]:
     """A failure: what it means, what was found, and the details folded away."""
-    yield from ("", f"### {result.name}", "", f"*What it means*: {result.failing}", "")
+    yield from ("", f"### {result.name}, {result.by}", "", f"*What it means*: {result.failing}", "")
     yield from (FENCE, result.said or "it has not ended", FENCE)
     for name, text in result.details:
         yield from ("", f"<details><summary>{cell(name)}</summary>", "", FENCE, text[-LONGEST:], FENCE, "</details>")

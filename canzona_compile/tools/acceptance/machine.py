@@ -21,6 +21,8 @@ from canzona_compile.tools.processor import this_processor
 
 ROOT = Path(errors.__file__).parents[1]  # of the repository, if this is a checkout
 SANITIZER = "compute-sanitizer"
+# What a bare machine may lack: for tests, for tests side by side, pages in a terminal, one planner, two comparisons.
+OPTIONAL = ("pytest", "xdist", "hypothesis", "rich", "scipy", "quack", "dion")
 # What changes how CUDA, NCCL, torch or Triton work. Nothing else of the environment is written down: it may be secret.
 SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "OMP_NUM_THREADS", "CUBLAS")
 
@@ -33,11 +35,13 @@ class AcceptedMachine:
         device: "cuda" or "cpu".
         ranks: how many processes take the steps that run on ranks.
         root: the folder with tests and benchmarks; None if only the package is installed.
+        backend: what the ranks talk through, "nccl" or "gloo".
     """
 
     device: str
     ranks: int
     root: Path | None
+    backend: str = "gloo"
 
     def missing(self, step: AcceptanceStep) -> str:
         """Why a step cannot be taken here; empty if it can be."""
@@ -48,10 +52,12 @@ class AcceptedMachine:
 # For each need: what meets it, and what is said where it is not met. A mesh dim of size 1 would show nothing.
 NEEDS: Mapping[StepNeed, tuple[Callable[[AcceptedMachine], bool], str]] = {
     "cuda": (lambda own: own.device == "cuda", "needs a CUDA device, and this run is on the CPU"),
-    "ranks": (
-        lambda own: own.ranks > 1,
-        "needs several ranks, and this run has one; every rank takes a GPU of its own",
+    "triton": (lambda _: find_spec("triton") is not None, "needs Triton, which is not installed"),
+    "nccl": (
+        lambda own: own.backend == "nccl",
+        "needs NCCL, which needs a GPU for each rank; these ranks talk through gloo",
     ),
+    "ranks": (lambda own: own.ranks > 1, "needs several ranks, and there is one"),
     "two mesh dims": (
         lambda own: own.ranks >= 4 and own.ranks % 2 == 0,
         "needs an even number of ranks from four on, and there are {ranks}",
@@ -62,11 +68,18 @@ NEEDS: Mapping[StepNeed, tuple[Callable[[AcceptedMachine], bool], str]] = {
         "needs a power of two of ranks, for exact means, and there are {ranks}",
     ),
     "sanitizer": (lambda _: shutil.which(SANITIZER) is not None, f"needs {SANITIZER} of the CUDA toolkit on the PATH"),
-    "repository": (
-        lambda own: own.root is not None and find_spec("pytest") is not None,
-        "needs a checkout of the repository with pytest installed",
+    "pytest": (
+        lambda _: find_spec("pytest") is not None,
+        "needs pytest, which is not installed: `pip install --target FOLDER pytest pytest-xdist` on another machine, "
+        "and PYTHONPATH=FOLDER here",
     ),
+    "repository": (lambda own: own.root is not None, "needs a checkout of the repository"),
 }
+
+
+def needed(step: AcceptanceStep) -> str:
+    """What a step needs, in words."""
+    return ", ".join(NEEDS[need][1].split(",")[0].removeprefix("needs ") for need in step.needs) or "nothing special"
 
 
 def checkout() -> Path | None:
@@ -74,18 +87,24 @@ def checkout() -> Path | None:
     return ROOT if (ROOT / "tests").is_dir() and (ROOT / "benchmarks").is_dir() else None
 
 
-def facts(machine: AcceptedMachine) -> dict[str, str]:
-    """What a reader of the results has to know of the machine, by name."""
+def facts(machine: AcceptedMachine, worlds: Mapping[int, str]) -> dict[str, str]:
+    """What a reader of the results has to know of the machine, by name.
+
+    Args:
+        machine: the machine.
+        worlds: the numbers of ranks that take steps, each with what these ranks talk through.
+    """
     found = {
         "canzona_compile": installed("canzona-compile"),
         "commit": commit_of(machine.root),
         "device": machine.device,
-        "ranks": str(machine.ranks),
+        "ranks": ", ".join(f"{n} over {backend}" for n, backend in worlds.items()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": this_processor(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "triton": installed("triton"),
+        "not installed": ", ".join(name for name in OPTIONAL if find_spec(name) is None),
     }
     if machine.device == "cuda":
         count = torch.cuda.device_count()

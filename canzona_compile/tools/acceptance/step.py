@@ -9,9 +9,21 @@ from typing import Any, Literal
 import torch
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.report.units import plural
 from canzona_compile.tools.verification.layouts import LAYOUTS
 
-StepNeed = Literal["cuda", "ranks", "two mesh dims", "two stages", "power of two", "sanitizer", "repository"]
+StepNeed = Literal[
+    "cuda",
+    "triton",
+    "nccl",
+    "ranks",
+    "two mesh dims",
+    "two stages",
+    "power of two",
+    "pytest",
+    "sanitizer",
+    "repository",
+]
 StepStatus = Literal["running", "passed", "failed", "skipped"]
 
 
@@ -45,7 +57,7 @@ class OnRanks:
     Attributes:
         function: takes an `AcceptanceRank` and `args`, and returns what it found, in words. It raises if that is wrong.
             A module defines it at its top level.
-        args: its other arguments.
+        args: its other arguments; `{output}` in a text stands for the folder of results.
         variables: environment variables of processes that are started for it.
         ends_ranks: whether ranks that die have done what they should; only a rank that hangs or finds something wrong
             fails then. No later step uses these processes.
@@ -62,10 +74,13 @@ class OneProgram:
     """A program that runs once, on the first machine, with its GPUs to itself.
 
     Attributes:
-        arguments: the command; `{python}` and `{output}` stand for the interpreter and the folder of results.
+        arguments: the command; `{python}`, `{output}` and `{minutes}` stand for the interpreter, the folder of results
+            and the time that is left.
+        dry: what is added to it in a dry run.
     """
 
     arguments: tuple[str, ...]
+    dry: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,7 @@ class StepResult:
 
     Attributes:
         name, shows, failing: those of the step.
+        ranks: how many ranks took it; 0 if it is a program.
         status: "running" until it has ended.
         said: what it found, or why it was skipped or failed.
         details: for failures: traceback, stack and last output, by rank.
@@ -111,12 +127,19 @@ class StepResult:
     name: str
     shows: str
     failing: str
+    ranks: int
     status: StepStatus
     said: str = ""
     details: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
 
+    @property
+    def by(self) -> str:
+        """Who took it, in words."""
+        return plural(self.ranks, "rank") if self.ranks else "a program"
+
     @classmethod
-    def of(cls, step: AcceptanceStep, status: StepStatus, said: str = "") -> StepResult:
+    def of(cls, step: AcceptanceStep, ranks: int, status: StepStatus, said: str = "") -> StepResult:
         """The result of a step of which no more is known."""
-        return cls(step.name, step.shows, step.failing, status, said)
+        count = 0 if isinstance(step.work, OneProgram) else ranks
+        return cls(step.name, step.shows, step.failing, count, status, said)

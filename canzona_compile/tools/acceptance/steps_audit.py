@@ -38,7 +38,7 @@ def moving_gradients(rank: AcceptanceRank, layout: str) -> str:
     both = paired(rank, layout)
     for number in range(12):
         both.step(in_place=rank.rank % 2 == 1 or number in (4, 5, 6, 7, 8))
-    return both.verdict(bits=False, recorded=True)
+    return both.verdict(recorded=True)
 
 
 def loaded_in_mid_run(rank: AcceptanceRank, layout: str) -> str:
@@ -49,7 +49,7 @@ def loaded_in_mid_run(rank: AcceptanceRank, layout: str) -> str:
         for made in (both.plain, both.ours):
             made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict()))
     both.step(RECORDED)
-    return both.verdict(bits=False, recorded=True)
+    return both.verdict(recorded=True)
 
 
 def another_plan(rank: AcceptanceRank, layout: str) -> str:
@@ -59,7 +59,7 @@ def another_plan(rank: AcceptanceRank, layout: str) -> str:
         both.step(RECORDED)
         both.add_matrix((rows, 32) if rank.tiny else (8 * rows, 128))
     both.step(RECORDED)
-    return both.verdict(bits=False, recorded=True)
+    return both.verdict(recorded=True)
 
 
 def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
@@ -74,7 +74,7 @@ def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
         else:
             raise WrongResult("a step went through without the gradient of one rank", at=f"rank {rank.rank}")
         both.step(RECORDED)
-    return f"refused on every rank; {both.verdict(bits=False, recorded=True)}"
+    return f"refused on every rank; {both.verdict(recorded=True)}"
 
 
 def two_optimizers(rank: AcceptanceRank, layout: str) -> str:
@@ -85,7 +85,7 @@ def two_optimizers(rank: AcceptanceRank, layout: str) -> str:
         second.step()
         if number % 3 == 2:
             second.step(in_place=number < 6)
-    return f"first {first.verdict(bits=False, recorded=True)}; second {second.verdict(bits=False, recorded=True)}"
+    return f"first {first.verdict(recorded=True)}; second {second.verdict(recorded=True)}"
 
 
 def peer_that_stays_away(rank: AcceptanceRank, layout: str) -> str:
@@ -119,7 +119,7 @@ def forgotten_recording(rank: AcceptanceRank, optimizer: str) -> str:
         torch.cuda.synchronize(rank.device)
         del held
         kept.step(RECORDED)
-    return kept.verdict(bits=False, recorded=optimizer == "muon")  # the host waits for SOAP's decompositions
+    return kept.verdict(recorded=optimizer == "muon")  # the host waits for SOAP's decompositions
 
 
 def on(layout: str) -> Iterator[AcceptanceStep]:

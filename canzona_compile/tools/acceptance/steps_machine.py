@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from canzona_compile.tools.acceptance.machine import SANITIZER, checkout
-from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OneProgram, OnRanks, WrongResult
+from canzona_compile.tools.acceptance.step import (
+    AcceptanceRank,
+    AcceptanceStep,
+    OneProgram,
+    OnRanks,
+    StepNeed,
+    WrongResult,
+)
 
 NOT_OURS = "The machine, its driver or its torch does not work; nothing of this package took part. Mend that first: "
 UNMEASURED = "Numbers are right if the steps above passed; only figures, or what is chosen by them, are missing. "
+PYTEST = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
+WORKERS = 12  # tests at a time on one GPU: each waits for its compiler most of the time
+# Batches of matrices of Qwen3-1.7B, 0.6B and 8B: one by itself, and as many as one of 8 ranks owns.
+QWEN3 = (
+    *("1x2048x2048", "7x2048x2048", "1x2048x6144", "10x2048x6144", "7x1024x2048", "7x1024x1024", "10x1024x3072"),
+    *("1x4096x4096", "9x4096x4096", "1x4096x12288", "13x4096x12288", "9x1024x4096"),
+)
+ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 PROFILED = "launch or trace"  # tests that use the profiler, which a sanitizer takes the place of
 SLOW = 3600.0
 
@@ -78,67 +95,112 @@ def machine_works() -> Iterator[AcceptanceStep]:
         ("ranks",),
         120.0,
     )
+    yield AcceptanceStep(
+        "machine/two-communicators",
+        "two communicators of NCCL at a time keep the order in which the host started them",
+        NOT_OURS + f"If it hangs, {ORDER} is not 1, or NCCL is older than 2.26; HSDP would hang.",
+        OnRanks(two_communicators, variables=((ORDER, "1"),)),
+        ("cuda", "nccl", "ranks"),
+        120.0,
+    )
 
 
-def gpu_tests() -> Iterator[AcceptanceStep]:
-    """The repository's tests on a device, first as they are."""
-    pytest = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short", *files_of_gpu_tests())
+def two_communicators(rank: AcceptanceRank) -> str:
+    """Exchange in two process groups of the same ranks at a time, from two streams, in one order of the host."""
+    groups = [dist.new_group(list(range(rank.world))) for _ in range(2)]
+    streams = [torch.cuda.Stream(rank.device) for _ in groups]
+    sent = torch.full((rank.world << 16,), float(rank.rank), device=rank.device)
+    received = [torch.empty_like(sent) for _ in groups]
+    torch.cuda.synchronize(rank.device)
+    for _ in range(100):
+        works = []
+        for group, stream, values in zip(groups, streams, received, strict=True):
+            with torch.cuda.stream(stream):
+                works.append(dist.all_to_all_single(values, sent, group=group, async_op=True))
+        for work in works:
+            work.wait()
+    torch.cuda.synchronize(rank.device)
+    expected = torch.arange(rank.world, device=rank.device).repeat_interleave(1 << 16).float()
+    if not all(torch.equal(values, expected) for values in received):
+        raise WrongResult("an all-to-all in one of two groups delivered something else", at=f"rank {rank.rank}")
+    return f"{ORDER}={os.environ.get(ORDER, 'not set')}"
+
+
+def gpu_tests(dry: bool) -> Iterator[AcceptanceStep]:
+    """The repository's tests on a device, several at a time where pytest-xdist is installed.
+
+    Args:
+        dry: whether they run without a device, where each of them is skipped and says so.
+    """
+    workers = 2 if dry else WORKERS
+    beside = ("-n", str(workers), "--dist", "worksteal") if find_spec("xdist") else ()
+    record = ("-p", "canzona_compile.tools.acceptance.recorded_tests", "--record", "{output}/tests.jsonl")
     yield AcceptanceStep(
         "tests/gpu",
         "kernels, streams and recordings do on one GPU what their tests say",
         "A test names what is wrong. `tests/kernels`: results of steps may be wrong wherever the kernel is taken. "
         "`tests/runtime`: order of streams, recordings, or a host that waits.",
-        OneProgram(("{python}", *pytest)),
-        ("cuda", "repository"),
+        OneProgram(("{python}", *PYTEST, "-rfE", "--tb=short", *beside, *record, *files_of_gpu_tests())),
+        (*on_cuda(dry), "triton", "pytest", "repository"),
         SLOW / 2,
     )
 
 
-def checked_memory() -> Iterator[AcceptanceStep]:
+def checked_memory(dry: bool) -> Iterator[AcceptanceStep]:
     """The same tests while every access to memory is checked."""
     check = (SANITIZER, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9")
-    pytest = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-x", "-k", f"not ({PROFILED})")
     yield AcceptanceStep(
         "tests/memcheck",
         "no kernel of these tests reads or writes outside of its tensors",
         "A kernel touches memory that is not its own: exit code 9, and the log names kernel and address. Other exit "
         "codes are failed tests; under the sanitizer those that bound time or memory may fail by themselves.",
-        OneProgram((*check, "{python}", *pytest, *files_of_gpu_tests())),
-        ("cuda", "sanitizer", "repository"),
+        OneProgram((*check, "{python}", *PYTEST, "-x", "-k", f"not ({PROFILED})", *files_of_gpu_tests())),
+        ("cuda", "triton", "sanitizer", "pytest", "repository"),
         SLOW / 2,
     )
 
 
-def measured(folder: str) -> Iterator[AcceptanceStep]:
-    """Kernels, rates and the benchmark.
-
-    Args:
-        folder: for the rates.
-    """
+def tuned(dry: bool) -> Iterator[AcceptanceStep]:
+    """The products of Qwen3's matrices, those of the smaller models first."""
     yield AcceptanceStep(
         "measured/tune",
         "the kernels that beat the library here are known, right, and kept for later runs",
         "A candidate that is wrong is refused and no failure. " + UNMEASURED + "The table of published figures stays.",
-        OneProgram(("{python}", "-m", "canzona_compile", "tune")),
-        ("cuda",),
+        OneProgram(
+            (*("{python}", "-m", "canzona_compile", "tune", *QWEN3), "--output", "{output}", "--minutes", "{minutes}"),
+            ("--dry",),
+        ),
+        (*on_cuda(dry), "triton"),
         SLOW / 2,
     )
-    yield AcceptanceStep(
-        "measured/rates",
-        "the rates of this machine, for `wrap(hardware=)` and `plan --hardware`",
-        UNMEASURED + "Plans take the rates that are assumed for the kind of device.",
-        OnRanks(rates, (folder,)),
-        ("cuda",),
-        SLOW / 4,
-    )
+
+
+def benchmarks(dry: bool) -> Iterator[AcceptanceStep]:
+    """Kernels and steps beside those of others, then the rates of this machine."""
     yield AcceptanceStep(
         "measured/benchmark",
         "what a step takes beside torch.compile on this GPU",
         "The log ends with what was wrong; results beside 64 bits are checked first. " + UNMEASURED,
-        OneProgram(("{python}", "benchmarks/gpu.py", "--output", "{output}")),
-        ("cuda", "repository"),
+        OneProgram(
+            ("{python}", "benchmarks/gpu.py", "--output", "{output}", "--minutes", "{minutes}"),
+            ("--dry",),
+        ),
+        (*on_cuda(dry), "repository"),
         SLOW / 2,
     )
+    yield AcceptanceStep(
+        "measured/rates",
+        "the rates of this machine and its links, for `wrap(hardware=)` and `plan --hardware`",
+        UNMEASURED + "Plans take the rates that are assumed for the kind of device.",
+        OnRanks(rates, ("{output}",)),
+        ("cuda", "nccl", "ranks"),
+        SLOW / 4,
+    )
+
+
+def on_cuda(dry: bool) -> tuple[StepNeed, ...]:
+    """What a program needs that runs on the CPU only in a dry run."""
+    return () if dry else ("cuda",)
 
 
 def files_of_gpu_tests() -> list[str]:

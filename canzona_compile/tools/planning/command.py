@@ -17,7 +17,6 @@ from canzona_compile.ir.options import Numerics, StrategyOption
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.ownership import NAMES
 from canzona_compile.report.measured import read_measured
-from canzona_compile.report.terminal import render
 from canzona_compile.tools.output import check_output, show, write
 from canzona_compile.tools.planning.difference import difference, difference_page
 from canzona_compile.tools.planning.passes import TOKENS, Updates
@@ -131,5 +130,7 @@ def run_diff(given: Namespace) -> int:
     for path in (given.before, given.after):
         read_plan(path)  # its errors name the file
     found = difference(read_object(Path(given.before)), read_object(Path(given.after)))
+    from canzona_compile.report.terminal import render  # late: it loads rich
+
     show(render(difference_page(found)), partial(json.dumps, found, indent=1) if given.json else None)
     return 0 if found["same"] else 1

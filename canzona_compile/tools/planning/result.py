@@ -13,7 +13,7 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.report.markdown import markdown
 from canzona_compile.report.page import PageModel
-from canzona_compile.report.terminal import Printable
+from canzona_compile.report.printable import Printable
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.plan_page import brief_page, plan_page

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
+import shutil
+import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -16,10 +21,12 @@ from canzona_compile.kernels.candidates import candidates
 from canzona_compile.kernels.dispatch import KernelChoice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
+from canzona_compile.kernels.tuning_cache import GpuKind
 
 log = logging.getLogger(__name__)
 
 SHAPES = ("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "1x2048x8192")
+VERDICTS = "tune.jsonl"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,6 +37,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="what the products compute in (default: both, Gram iterations take float16)")
     add("--rounds", type=int, default=15, help="how often all candidates take their turn (%(default)s)")
     add("--dry-run", action="store_true", help="measure and print, but keep nothing for later runs")
+    add("--dry", action="store_true", help="tiny and on the CPU, with the library alone: says nothing of a GPU")
+    add("--minutes", type=float, metavar="M", help="begin no product after M minutes")
+    add("--output", type=Path, metavar="FOLDER", help="write each verdict there at once, and a copy of what is kept")
 
 
 def run(given: Namespace) -> int:
@@ -46,28 +56,75 @@ def run(given: Namespace) -> int:
         raise CanzonaError(f"--rounds has to be 1 or more, not {given.rounds}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CanzonaError("ranks that tune at once share a GPU and time one another", hint="run it without torchrun")
+    began = time.monotonic()
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / VERDICTS).write_text("", encoding="utf-8")
+    device = torch.device("cpu") if given.dry else torch.device("cuda", _current_device())
+    here = None if given.dry else _tuned_machine(device)
+    clock = cpu_clock if given.dry else cuda_clock
+    shapes = [_tiny(shape) for shape in shapes] if given.dry else shapes
+    dtypes = list(DTYPES.values()) if given.dtype is None else [DTYPES[given.dtype]]
+    work, won = list(itertools.product(problems(shapes), dtypes)), list[bool]()
+    for i, ((op, shape), dtype) in enumerate(work):
+        if given.minutes is not None and time.monotonic() - began > 60 * given.minutes:
+            break
+        tried = () if here is None else candidates(op, here.arch)
+        with shown("tune", quiet=given.quiet):  # not around `print`, which would break the line
+            tell(f"{op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}", i, len(work))
+            verdict = tune(op, shape, dtype, device, tried, clock, rounds=given.rounds)
+        print(describe(verdict), flush=True)
+        _keep(verdict, None if given.dry_run else here, given.output)
+        won.append(verdict.choice.kernel != "library")
+    over = "" if len(won) == len(work) else "; there was no time for the others"
+    print(
+        f"{sum(won)} of {len(won)} products have a kernel that beats the library, of {len(work)} that were asked{over}"
+    )
+    forget_decisions()
+    return 0
+
+
+def _current_device() -> int:
     if not torch.cuda.is_available():
         raise CanzonaError("there is no CUDA device to tune on; without one all products are the library's")
-    device = torch.device("cuda", torch.cuda.current_device())
+    return int(torch.cuda.current_device())
+
+
+def _tuned_machine(device: torch.device) -> GpuKind:
+    """The kind of a device for which there are kernels."""
     here = machine(device)
     if here is None:
         raise CanzonaError("Triton is not installed, or this is no NVIDIA GPU; all products are the library's")
     if not candidates("sym_gemm", here.arch):
         raise CanzonaError(f"there are no kernels for sm_{here.arch}; all products are the library's")
-    dtypes = list(DTYPES.values()) if given.dtype is None else [DTYPES[given.dtype]]
-    work = list(itertools.product(problems(shapes), dtypes))
-    for i, ((op, shape), dtype) in enumerate(work):
-        with shown("tune", quiet=given.quiet):  # not around `print`, which would break the line
-            tell(f"{op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}", i, len(work))
-            verdict = tune(op, shape, dtype, device, candidates(op, here.arch), cuda_clock, rounds=given.rounds)
-        print(describe(verdict), flush=True)
-        if not given.dry_run:
-            path = tuning_cache.store(
-                here, verdict.problem, verdict.choice, {"trials": [_figures(t) for t in verdict.trials]}
-            )
-            log.info("kept in %s", path)
-    forget_decisions()
-    return 0
+    return here
+
+
+def _keep(verdict: Verdict, here: GpuKind | None, output: Path | None) -> None:
+    """Keep a verdict for later runs on a kind of GPU, and write it to a folder; each only if there is one."""
+    trials = [_figures(trial) for trial in verdict.trials]
+    path = None if here is None else tuning_cache.store(here, verdict.problem, verdict.choice, {"trials": trials})
+    if path is not None:
+        log.info("kept in %s", path)
+    if output is not None:
+        p = verdict.problem
+        found = {"op": p.op, "batch": p.batch, "m": p.m, "k": p.k, "dtype": str(p.dtype).removeprefix("torch.")}
+        with (output / VERDICTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**found, "choice": named(verdict.choice), "trials": trials}) + "\n")
+        if path is not None:
+            shutil.copy2(path, output)
+
+
+def cpu_clock(call: Callable[[], object]) -> float:
+    """Measure the milliseconds of one call on the CPU."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _tiny(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    batch, rows, columns = shape
+    return min(batch, 2), max(16, rows // 64), max(16, columns // 64)
 
 
 def problems(shapes: list[tuple[int, int, int]]) -> list[tuple[Operation, tuple[int, int, int]]]:

@@ -16,7 +16,7 @@ import torch
 from canzona_compile.compat.telling import tell
 from canzona_compile.ir.options import NOT_YET_OPTIONS, Options
 from canzona_compile.report.page import PageModel
-from canzona_compile.report.terminal import Printable
+from canzona_compile.report.printable import Printable
 from canzona_compile.tools.output import check_output, write
 from canzona_compile.tools.processes import ProcessCall, run_ranks
 from canzona_compile.tools.verification.failure import CannotVerify
