@@ -139,8 +139,8 @@ def plan_line(report: Report) -> str:
     return (
         f"canzona: {', '.join(where)} in {plural(len(report.micro_groups), 'micro-group')}, "
         f"{plural(report.collectives_per_step, 'collective')}, "
-        f"{report.wire_bytes_per_element:.2f} wire bytes per element, "
-        f"max/mean load {report.imbalance:.2f}, {eager}"
+        f"{report.wire_bytes_per_element:.2f} bytes sent per element, "
+        f"the busiest rank computes {report.imbalance:.2f}x the mean, {eager}"
     )
 
 

@@ -86,10 +86,10 @@ def test_terminal() -> None:
         "  ▓▓  layers.1.weight\n"
         "  rank 0 █████████████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ 3.00 GFLOP +50% 2 things\n"
         "  rank 1 █████████████                            1.00 GFLOP -50%\n"
-        "  mean 2.00 GFLOP, max 3.00 GFLOP, max/mean 1.50\n"
-        "              ├ 0 ──────────├ 250 ms ─────├ 500 ms ─────├ 750 ms ───── 1 s\n"
-        "  rank 0 node ████████████ g0 ████████████···························· 50%\n"
-        "              number: group   g gather\n"
+        "  mean 2.00 GFLOP; the busiest rank has 3.00 GFLOP, 1.50x the mean\n"
+        "              ├ 0 ─────────├ 250 ms ────├ 500 ms ────├ 750 ms ───      1 s\n"
+        "  rank 0 node ███████████ g0 ███████████························· busy 50%\n"
+        "              number: group   g gather   · idle\n"
         "  Inner\n"
         "    inside\n"
     )
@@ -149,7 +149,7 @@ def test_html_has_all_of_it() -> None:
         "3.00 GFLOP",
     ):
         assert words in text, words
-    assert "mean 2.00 GFLOP, max 3.00 GFLOP" in text
+    assert "mean 2.00 GFLOP; the busiest rank has 3.00 GFLOP" in text
     assert "<h2>Empty" not in text
     assert "[/red]&lt;b&gt;a|b" in text
     assert "[/red]<b>" not in text
