@@ -127,7 +127,7 @@ def rows_in(text: str) -> list[str]:
 def test_matrices_of_one_shape_and_treatment_are_one_row() -> None:
     explanation = canzona_compile.explain(muon(parameters([(6, 4), (4, 6), (6, 4), (6, 4), (6, 4), (6, 4)])))
     assert [row.name for row in explanation.parameters] == [f"group0.param{i}" for i in range(6)]
-    first, second = rows_in(explanation.to_text(120))
+    first, second = rows_in(explanation.to_text(150))
     assert "group0.param0, group0.param2, group0.param3 and 2 more" in first
     assert "group0.param1 " in second
 
