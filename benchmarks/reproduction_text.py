@@ -177,8 +177,8 @@ def buckets(cases: Sequence[Case]) -> Iterator[str]:
     yield from paragraph(
         f"{name_of(case)}, in float32, in the buckets of `zero1` (64 MiB). With `joint`, equal shards and alignment "
         f"add {joint.padding_share:.2%} of padding, and a rank sends {sent} over the data-parallel axis in backward, "
-        "and again for the next forward pass. The last three columns are what data parallelism adds to the backward pass "
-        "of 8192 tokens per data-parallel rank, the step, and the gather before the forward pass."
+        "and again for the next forward pass. The last three columns are what data parallelism adds to the backward "
+        "pass of 8192 tokens per data-parallel rank, the step, and the gather before the forward pass."
     )
     yield ""
     yield from rows(

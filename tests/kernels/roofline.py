@@ -66,8 +66,8 @@ divided by it in brackets (below 1, our kernel can hardly win), and its tile.
 
 Memory, and products with their ends, overlap: the larger one counts.
 """
-END = """`python -m tests.kernels.roofline > docs/kernel_model.md` writes this page, `--all` prints every candidate of the
-tuner. Sources: data sheets, and the registers and shared memory that the compiler gave each kernel
+END = """`python -m tests.kernels.roofline > docs/kernel_model.md` writes this page; `--all` prints every candidate
+of the tuner. Sources: data sheets, and the registers and shared memory that the compiler gave each kernel
 (`tests/golden/kernels/resources-sm_*.txt`).
 """
 
