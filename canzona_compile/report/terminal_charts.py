@@ -138,7 +138,7 @@ def timeline(content: Timeline) -> Table:
         made.add_row(Text(f"{lane.of} {lane.name}".strip()), strip, Text(f"busy {busy:.0%}", "dim"))
         seen |= {event.kind for event in lane.events if event.begin < event.end}
     words = [f"{letter} {kind}" for kind, letter in [*TRANSFERS.items(), ("elementwise", ELEMENTWISE)] if kind in seen]
-    made.add_row("", Text("   ".join([f"number: {content.numbers}", *words, f"{IDLE} idle"]), "dim"))
+    made.add_row("", Text("  ".join([f"number: {content.numbers}", *words, f"{IDLE} idle"]), "dim"))
     return made
 
 

@@ -89,7 +89,7 @@ def test_terminal() -> None:
         "  mean 2.00 GFLOP; the busiest rank has 3.00 GFLOP, 1.50x the mean\n"
         "              ├ 0 ─────────├ 250 ms ────├ 500 ms ────├ 750 ms ───      1 s\n"
         "  rank 0 node ███████████ g0 ███████████························· busy 50%\n"
-        "              number: group   g gather   · idle\n"
+        "              number: group  g gather  · idle\n"
         "  Inner\n"
         "    inside\n"
     )

@@ -74,7 +74,7 @@ def plan_page(forecast: Forecast) -> PageModel:
             Section(
                 "Iteration",
                 tuple(iteration(forecast.zero1)) if forecast.zero1 else (),
-                "backward, step, next forward pass, simulated; their numbers are buckets",
+                "backward, step, next forward pass, simulated; numbers are buckets",
             ),
             measured_section(forecast.measured),
             load_section(forecast.loads, *times(forecast)),
@@ -82,7 +82,7 @@ def plan_page(forecast: Forecast) -> PageModel:
             Section(
                 "Strategies",
                 tuple(strategies(t, i > 0) for i, t in enumerate(forecast.templates)),
-                "what each would take for these matrices, with nothing else on their ranks",
+                "time for these matrices, with nothing else on their ranks",
             ),
             Section(
                 "Cost",
@@ -185,7 +185,7 @@ def plans(forecast: Forecast) -> PageTable:
         for own in found
     )
     step = "step:s" if forecast.period is None else "heaviest step:s"
-    headers = ("plan", step, "busiest/mean:n", "exposed:s", "sent:B", "buffers:B", "micro-groups:n")
+    headers = ("plan", step, "vs mean:n", "exposed:s", "sent:B", "buffers:B", "micro-groups:n")
     return PageTable(headers, rows, "Plans", chosen=tuple(own.chosen for own in found))
 
 
@@ -204,7 +204,7 @@ def zero1_plans(found: Sequence[Alternative]) -> PageTable:
         if (zero1 := own.zero1) is not None:
             told = (zero1.makespan, f"{zero1.padding_share:.2%}", zero1.sent, zero1.exposed)
         rows.append((Words(own.name, about=own.about), own.seconds, own.imbalance, *told, own.peak))
-    quantities = ("step:s", "busiest/mean:n", "busiest:FLOP", "padding:>", "sent:B", "exposed:s", "buffers:B")
+    quantities = ("step:s", "vs mean:n", "busiest:FLOP", "padding:>", "sent:B", "exposed:s", "buffers:B")
     return PageTable(
         ("plan", *quantities), tuple(rows), "Plans with buckets", chosen=tuple(own.chosen for own in found)
     )
