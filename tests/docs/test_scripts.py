@@ -130,6 +130,21 @@ def test_a_pass_changes_owners() -> None:
     assert [re.findall(r"owner=(\(\d, \d\))", line)[0] for line in changed] == ["(0, 0)", "(0, 1)"] * 2
 
 
+@pytest.mark.ranks
+def test_a_layout_is_planned() -> None:
+    """The owner has half of the matrix: the other half comes to it in two bytes per element, and goes back."""
+    said = ran(path_of("a_layout"), 1)[0].said
+    assert re.search(r"1x3: 0-2 +1 +3 KiB +3 KiB ", said)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_an_optimizer_is_checked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["verify", "docs.scripts.an_optimizer:build", "--ranks", "2", "--layout", "fsdp", "--steps", "2"]) == 0
+    assert "4 leaves, every bit equal" in " ".join(capfd.readouterr().out.split())
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 def test_the_model_to_check_is_checked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
