@@ -32,11 +32,11 @@ MEASURED = 5  # steps
 LARGE = 1.5  # of an element, where one matrix is drawn alone
 SECONDS = 15  # of the animation, from its begin to its next begin
 ACTS = (  # of one matrix: what happens, and until when, as a share of the animation
-    ("1 prepare", "each rank: momentum, cast", 0.2),
+    ("1 prepare", "momentum, cast", 0.2),
     ("2 gather", "to the owner", 0.4),
     ("3 compute", "Newton-Schulz, once", 0.6),
-    ("4 scatter", "back to the fragments", 0.8),
-    ("5 apply", "each rank: new weights", 1.0),
+    ("4 scatter", "to all ranks", 0.8),
+    ("5 apply", "new weights", 1.0),
 )
 
 

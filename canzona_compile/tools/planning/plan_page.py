@@ -50,9 +50,9 @@ def plan_page(forecast: Forecast) -> PageModel:
     return PageModel(
         kind="canzona plan",
         title=headline(forecast, " "),
-        about="A plan made offline: no step was run. Its times are predictions that stand on "
-        f"{plural(len(hardware.measured), 'measured rate')} and {plural(len(hardware.assumed), 'assumed one')} of a "
-        f"machine called {hardware.name}. A run that makes the same plan has the same fingerprint.",
+        about=f"No step was run. Times are predicted, from {len(hardware.measured)} measured and "
+        f"{plural(len(hardware.assumed), 'assumed rate')} of the machine {hardware.name}. A run that makes the same "
+        "plan has the same fingerprint.",
         figures=tuple(figures(forecast)),
         remarks=(
             "steps are predicted; below, and beside them, is the heaviest one" if forecast.period else "",
