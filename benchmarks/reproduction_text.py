@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.report.markdown import rows
-from canzona_compile.report.units import format_bytes, format_flops, format_seconds
+from canzona_compile.report.units import format_bytes, format_seconds
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 
 RANKS = 256
-BLENDS = ("static", "alpha 1", "joint")
 MODELS = ("qwen3-1.7b", "qwen3-8b", "qwen3-32b")  # in tables; the sizes between them lie between them
 SHOWN = tuple(name for name in PLANNERS if name != "lpt")  # which balances as joint does here
 
@@ -38,7 +37,6 @@ def document(
         HEAD.splitlines(),
         assumptions(hardware),
         headline(cases, iterations, paper),
-        balance(cases),
         times(cases, iterations),
         buckets(cases),
         scaling(scaled) if scaled else (),
@@ -118,40 +116,26 @@ def name_of(case: Case) -> str:
     return f"{case.setting.model}, {case.setting.mesh}, {'fused' if case.split == 'none' else 'split'}"
 
 
-def balance(cases: Sequence[Case]) -> Iterator[str]:
-    yield "## Balance: FLOPs of the busiest of 256 ranks, divided by the mean"
-    yield ""
-    yield from rows(
-        ("", "matrices", "FLOPs", *SHOWN),
-        (
-            (name_of(c), str(c.matrices), format_flops(c.flops), *(f"{c.imbalance[p]:.2f}" for p in SHOWN))
-            for c in cases
-            if c.setting.model in MODELS
-        ),
-    )
-    yield ""
-    yield from paragraph(
-        "`python benchmarks/ownership_table.py` compares the same rules by data-parallel rank, as the authors count."
-    )
-
-
 def times(cases: Sequence[Case], iterations: Sequence[Iteration]) -> Iterator[str]:
     yield "## Optimizer step and iteration"
     yield ""
-    yield "| column | who computes |"
+    yield "| column | meaning |"
     yield "|---|---|"
     yield "| (a) | every rank computes everything |"
     yield "| (b) | replicas share the matrices, balanced; all ranks of a replica compute the same |"
     yield "| (c) | one owner per matrix, under ZeRO-1, by the planners `alpha` and `joint`; fast: with fast numerics |"
     yield "| DDP | `wrap` with plain replicas: every replica applies all updates, which are sent in the step |"
     yield "| fsdp | FSDP2 on tensor parallelism: owners exchange fragments with all ranks |"
+    yield "| balance | FLOPs of the busiest of 256 ranks divided by the mean, by `static`, `alpha` and `joint` |"
     yield "| iteration | how much faster than (b) the iteration is with owners by `alpha`, and with the best plan |"
     yield ""
     yield from rows(
-        ("", "(a)", "(b)", "(c) alpha", "(c) joint", "(c) fast", "DDP", "fsdp", "iteration"),
+        ("", "matrices", "balance", "(a)", "(b)", "(c) alpha", "(c) joint", "(c) fast", "DDP", "fsdp", "iteration"),
         (
             (
                 name_of(c),
+                str(c.matrices),
+                ", ".join(f"{c.imbalance[name]:.2f}" for name in SHOWN),
                 *map(format_seconds, (c.everywhere, c.redundant["lpt"], c.owners["alpha"], c.owners["joint"], c.fast)),
                 *map(format_seconds, (c.replicated_updates, c.sharded)),
                 f"{i.before / i.owners:.2f}x, {i.before / i.best:.2f}x",
@@ -163,7 +147,8 @@ def times(cases: Sequence[Case], iterations: Sequence[Iteration]) -> Iterator[st
     yield ""
     yield from paragraph(
         f"Forward and backward pass: 6 FLOPs per weight and token, {TOKENS} tokens (128 sequences of 2048, as in the "
-        f"authors' examples), {UTILISATION:.0%} of {PEAK / 1e12:.0f} TFLOP/s."
+        f"authors' examples), {UTILISATION:.0%} of {PEAK / 1e12:.0f} TFLOP/s. `python benchmarks/ownership_table.py` "
+        "compares the balance by data-parallel rank, as the authors count."
     )
 
 
@@ -173,27 +158,14 @@ def buckets(cases: Sequence[Case]) -> Iterator[str]:
     case = next(c for c in cases if (c.setting.model, c.split) == ("qwen3-32b", "qkv,gate-up"))
     joint = case.plans["joint"].zero1
     assert joint is not None
-    sent = format_bytes(joint.phases[0].sent // RANKS)
+    backward, step, forward = joint.phases
     yield from paragraph(
-        f"{name_of(case)}, in float32, in the buckets of `zero1` (64 MiB). With `joint`, equal shards and alignment "
-        f"add {joint.padding_share:.2%} of padding, and a rank sends {sent} over the data-parallel axis in backward, "
-        "and again for the next forward pass. The last three columns are what data parallelism adds to the backward "
-        "pass of 8192 tokens per data-parallel rank, the step, and the gather before the forward pass."
+        f"{name_of(case)}, by `joint`, in float32, in the buckets of `zero1` (64 MiB): equal shards and alignment add "
+        f"{joint.padding_share:.2%} of padding. A rank sends {format_bytes(backward.sent // RANKS)} over the "
+        "data-parallel axis in backward, and again for the next forward pass. Data parallelism adds "
+        f"{format_seconds(backward.exposed)} to the backward pass of 8192 tokens per data-parallel rank, "
+        f"{format_seconds(step.seconds)} for the step, and {format_seconds(forward.exposed)} for the gather."
     )
-    yield ""
-    yield from rows(
-        ("", "busiest / mean", "busiest rank", "backward", "step", "gather"),
-        (bucket_cells(name, case) for name in BLENDS),
-    )
-
-
-def bucket_cells(name: str, case: Case) -> tuple[str, ...]:
-    """The cells of one planner."""
-    one = case.plans[name]
-    assert one.zero1 is not None
-    backward, step, forward = one.zero1.phases
-    seconds = map(format_seconds, (backward.exposed, step.seconds, forward.exposed))
-    return (name, f"{one.imbalance:.2f}", format_flops(one.zero1.makespan), *seconds)
 
 
 def scaling(scaled: Sequence[ScaleRow]) -> Iterator[str]:
@@ -205,13 +177,12 @@ def scaling(scaled: Sequence[ScaleRow]) -> Iterator[str]:
     )
     yield ""
     yield from rows(
-        ("", "ranks", "matrices", "parameters", "busiest / mean", "step", "waiting", "buffers", "planned in"),
+        ("", "ranks", "matrices", "balance", "step", "waiting", "buffers", "planned in"),
         (
             (
                 f"{r.where.name}, {r.where.mesh}",
                 str(r.ranks),
                 str(r.matrices),
-                f"{r.elements / 1e9:.1f} B",
                 f"{r.imbalance:.2f}",
                 format_seconds(r.seconds),
                 format_seconds(r.exposed),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -96,14 +97,14 @@ def event(act: str, stream: str, number: int, begin: float, end: float) -> Timel
 
 
 def classes_of(values: Sequence[float], most: int) -> tuple[list[int], list[tuple[float, float]]]:
-    """Count values in `most` equal classes, or in one if all are equal.
+    """Count values in `most` equal classes, or in one if all are equal but for rounding.
 
     Returns:
         How many values are in each class, and where each begins and ends.
     """
     low, high = min(values), max(values)
-    if low == high:
-        return [len(values)], [(low, high)]
+    if math.isclose(low, high, rel_tol=1e-9):
+        return [len(values)], [(high, high)]
     counts, ends = np.histogram(values, most, (low, high))
     return counts.tolist(), list(pairwise(ends.tolist()))
 

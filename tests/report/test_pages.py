@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 
 import pytest
@@ -31,6 +32,7 @@ from canzona_compile.report.page import (
     note,
 )
 from canzona_compile.report.pass_table import PassTable
+from canzona_compile.report.sections import classes_of
 from canzona_compile.report.terminal import printed, render
 from tests.harness.samples import grid_of, muon_step
 
@@ -153,6 +155,13 @@ def test_html_has_all_of_it() -> None:
     assert "<h2>Empty" not in text
     assert "[/red]&lt;b&gt;a|b" in text
     assert "[/red]<b>" not in text
+
+
+def test_totals_that_differ_by_rounding_are_one_class() -> None:
+    """Seconds of ranks that do the same may differ in the last bit, too little for edges between them."""
+    low = 0.5072336431
+    assert classes_of([low, math.nextafter(low, 1.0), low], 32)[0] == [3]
+    assert len(classes_of([1.0, 1.0 + 1e-6], 32)[0]) == 32
 
 
 def test_passes_print_as_a_table() -> None:
