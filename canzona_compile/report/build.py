@@ -63,6 +63,7 @@ class Report(Figures, Printable):
     """A plan in figures: print it, also with rich or in a notebook, or hand on its `to_json()`."""
 
     def to_json(self) -> str:
+        """Return all figures as JSON, with the number of the schema; times in seconds, sizes in bytes."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
 
     def to_dict(self) -> dict[str, Any]:
