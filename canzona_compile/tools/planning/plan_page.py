@@ -67,7 +67,7 @@ def plan_page(forecast: Forecast) -> PageModel:
             ("micro-groups", f"{len(forecast.groups)}, {forecast.depth} in flight"),
             ("collectives", f"{forecast.collectives} a step"),
             ("elementwise", plural(forecast.elementwise, "parameter")),
-            *((name.replace("_", " "), value) for name, value in forecast.options),
+            *((name.replace("_", " "), with_unit(name, value)) for name, value in forecast.options),
         ),
         body=(
             Section("Alternatives", tuple(alternatives(forecast)), "the same matrices, planned another way"),
@@ -98,6 +98,11 @@ def plan_page(forecast: Forecast) -> PageModel:
             Section("What to do next", (note(next_step(hardware)),)),
         ),
     )
+
+
+def with_unit(option: str, value: str) -> str:
+    """Write the value of an option; bytes as people write them."""
+    return format_bytes(int(value)) if option in ("capacity", "bucket_bytes") and value.isdecimal() else value
 
 
 def next_step(hardware: Hardware) -> str:
