@@ -66,7 +66,7 @@ class MeasuredPhase:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredReport:
-    """Measured steps, with predictions beside. Seconds are means over ranks and steps.
+    """Measured steps, with predictions next to them. Seconds are means over ranks and steps.
 
     Attributes:
         steps, ranks: how many were measured.
