@@ -88,6 +88,7 @@ test-gpu: $(READY)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 types: $(INSTALLED)
 	$(BIN)/mypy

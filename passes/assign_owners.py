@@ -55,7 +55,8 @@ class AssignOwners:
         for grid in sorted(grids, key=lambda g: (-g.size, g.members(), str(g))):
             share = grids[grid]
             if grid.size == 1:
-                chosen = [replace(t, owner=(0, 0), strategy=Strategy.LOCAL, reason="whole on its rank") for t in share]
+                reason = "stored whole on its rank, so nothing is sent"
+                chosen = [replace(t, owner=(0, 0), strategy=Strategy.LOCAL, reason=reason) for t in share]
             else:
                 reasons = self._everywhere(share, grid, placed, step)
                 chosen = [
@@ -83,7 +84,7 @@ class AssignOwners:
         start = {(r, s): seen[rank] for r, row in enumerate(grid.ranks) for s, rank in enumerate(row) if rank in seen}
         jobs = [Job(t.name, t.index, float(placed[t.placed].flops), math.prod(t.shape) // grid.shards) for t in tasks]
         owners = self.planner(jobs, grid.replicas, grid.shards, start)
-        reason = f"by {self.planner.name}"
+        reason = f"the planner {self.planner.name} chose the owner"
         return [
             replace(t, owner=owner, strategy=Strategy.OWNER, reason=reason)
             for t, owner in zip(tasks, owners, strict=True)

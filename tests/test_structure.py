@@ -369,8 +369,8 @@ def test_type_checkers_and_programs_see_the_same_public_names() -> None:
     for name, module in lazy_names().items():
         assert getattr(canzona_compile, name) is getattr(import_module(module), name)
     assert set(dir(canzona_compile)) >= PUBLIC
-    with pytest.raises(AttributeError, match="module 'canzona_compile' has no attribute 'wrapp'"):
-        _ = canzona_compile.wrapp  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="module 'canzona_compile' has no attribute 'wrapper'"):
+        _ = canzona_compile.wrapper  # type: ignore[attr-defined]
 
 
 def loaded_by(*statements: str) -> set[str]:

@@ -83,10 +83,12 @@ class PlanFile:
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the content of the file as plain lists, dicts, strings and numbers."""
         found = {"schema": SCHEMA, "kind": KIND, **asdict(self)}
         return {**found, "digests": dict(self.digests)}
 
     def to_json(self) -> str:
+        """Return the content of the file, to be saved and passed as `plan=`."""
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def task(self, task: Task) -> PlannedTask:

@@ -63,6 +63,7 @@ class Report(Figures, Printable):
     """A plan in figures: print it, also with rich or in a notebook, or hand on its `to_json()`."""
 
     def to_json(self) -> str:
+        """Return all figures as JSON, with the number of the schema; times in seconds, sizes in bytes."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,8 +140,8 @@ def plan_line(report: Report) -> str:
     return (
         f"canzona: {', '.join(where)} in {plural(len(report.micro_groups), 'micro-group')}, "
         f"{plural(report.collectives_per_step, 'collective')}, "
-        f"{report.wire_bytes_per_element:.2f} wire bytes per element, "
-        f"max/mean load {report.imbalance:.2f}, {eager}"
+        f"{report.wire_bytes_per_element:.2f} bytes sent per element, "
+        f"the busiest rank computes {report.imbalance:.2f}x the mean, {eager}"
     )
 
 

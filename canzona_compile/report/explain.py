@@ -163,7 +163,7 @@ def way_of(bound: BoundParam) -> str:
 def place_of(task: Task) -> tuple[int | None, str]:
     """Say which rank computes a compiled task, and why; the rank also as a number, if it is one of several."""
     if task.strategy is Strategy.LOCAL:
-        return None, "whole on its rank"
+        return None, "stored whole on its rank, so nothing is sent"
     if task.owner is None:
         return None, f"on every rank: {task.reason}"
     replica, shard = task.owner

@@ -1,4 +1,4 @@
-"""The figures of measured steps, with predictions beside them.
+"""The figures of measured steps, with predictions next to them.
 
 The predictions are those of the simulation: it plays the steps that were measured, with the rates that the plan knows.
 """

@@ -151,8 +151,8 @@ class Bars:
     def summary(self) -> Paragraph:
         """Say what a series amounts to."""
         mean, most = (format_quantity(value, self.unit) for value in (self.mean, self.most))
-        ratio = f"max/mean {self.most / self.mean if self.mean else 1:.2f}"
-        return Paragraph((f"mean {mean}, max {most}, ", Words(ratio, "bold")))
+        ratio = f"{self.most / self.mean if self.mean else 1:.2f}x the mean"
+        return Paragraph((f"mean {mean}; the busiest {self.of} has {most}, ", Words(ratio, "bold")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,20 +50,21 @@ from canzona_compile.simulation.figures import COMPUTE, STREAMS
 
 LEVELS = "▁▂▃▄▅▆▇█"  # from little to all
 MOST_LEVELS = 40  # letters
+UNEVEN = 1.5  # times the mean: the load of a rank that the others wait for
 
 
 def run_page(report: Figures) -> PageModel:
     """Build the page of a report, from the figures of a run."""
     alone = [(f"{one.name} {format_shape(one.shape)}", one.why) for one in report.local]
-    most = f"a step needs at most {format_bytes(report.memory.most)} beside parameters, gradients and state"
+    most = f"at most {format_bytes(report.memory.most)} in addition to parameters, gradients and state"
     where = [(grid_name(g.grid), len(g.tasks)) for g in report.micro_groups]
     owners = len({t.owner for t in report.tasks if t.strategy == "owner"})
     everywhere = "all" if any(t.owner is None for t in report.tasks) else "-"
     groups = len(report.micro_groups)
-    balance = "green" if report.imbalance < 1.1 else "yellow" if report.imbalance < 1.5 else "red"
+    balance = "green" if report.imbalance < 1.1 else "yellow" if report.imbalance < UNEVEN else "red"
     counted = (
         (len(report.tasks), "matrix", "matrices"),
-        (owners or everywhere, "owner", "owners"),
+        (owners or everywhere, "owner\nrank", "owner\nranks"),
         (groups, "micro-group", "micro-groups" + (f"\n{report.depth} in flight" if groups > 1 else "")),
         (report.collectives_per_step, "collective\nper step", "collectives\nper step"),
     )
@@ -72,8 +73,8 @@ def run_page(report: Figures) -> PageModel:
         title=f"{report.optimizer} on {plural(report.world_size, 'rank')}",
         figures=(
             *(Figure(str(count), one if count == 1 else many) for count, one, many in counted),
-            Figure(f"{report.wire_bytes_per_element:.2f}", "wire bytes\nper element"),
-            Figure(Words(f"{report.imbalance:.2f}", balance), "max / mean\nload"),
+            Figure(f"{report.wire_bytes_per_element:.2f}", "bytes sent\nper element"),
+            Figure(Words(f"{report.imbalance:.2f}x", balance), "busiest rank\nvs the mean"),
         ),
         remarks=tuple(remarks(report)),
         body=(
@@ -82,10 +83,14 @@ def run_page(report: Figures) -> PageModel:
             Section("Schedule", tuple(schedule(report)), simulated_rank(report)),
             profile_section(report.profile),
             Section("Memory", bullets(memory_sentences(report)), most),
-            Section("Buckets", tuple(buckets(report)), "what data-parallel ranks own of each"),
+            Section(
+                "Buckets",
+                tuple(buckets(report)),
+                "reduced together; what each data-parallel rank owns",
+            ),
             group_section(report.micro_groups, where),
-            Section("Tasks", tuple(tasks(report)), "matrices by owner rank, largest first"),
-            Section("Cost", tuple(costs(report)), "FLOPs of one matrix of m x n, and its bytes on the wire"),
+            Section("Tasks", tuple(tasks(report)), "the matrices that each rank updates, largest first"),
+            Section("Cost", tuple(costs(report)), "FLOPs of one m x n matrix, and the bytes sent for it"),
             Section(
                 "Without communication",
                 tuple(by_reason(alone, "parameter")),
@@ -94,9 +99,10 @@ def run_page(report: Figures) -> PageModel:
             Section(
                 "Eager",
                 tuple(by_reason(report.fallbacks.items(), "matrix", "matrices")),
-                "the owner runs the optimizer's own eager step",
+                "not compiled: the owner runs the optimizer's own step",
             ),
             Section("Suggestions", bullets(report.suggestions)),
+            Section("What to do next", (note(next_step(report)),)),
         ),
     )
 
@@ -116,10 +122,23 @@ def remarks(report: Figures) -> Iterator[str]:
         yield f"{report.execution}, at most {format_bytes(report.memory.most)} in a step"
 
 
+def next_step(report: Figures) -> str:
+    """Say what a reader of the report can do next: the first of these that applies."""
+    if report.fallbacks:
+        return "canzona_compile.explain(optimizer) shows the line of the optimizer's code that keeps a matrix eager."
+    if report.imbalance >= UNEVEN:
+        return "There are too few large matrices for the ranks. split= cuts fused weights into matrices of their own."
+    if report.measured is None:
+        return "optimizer.canzona.measure(steps=5) times the next five steps; then print the report again."
+    if report.measured.assumed:
+        return 'canzona-compile calibrate -o mine.json measures this machine; pass wrap(..., hardware="mine.json").'
+    return "optimizer.canzona.plan() is this plan; save it to compare it with others by canzona-compile diff."
+
+
 def simulated_rank(report: Figures) -> str:
     """Say whose schedule is drawn."""
     ranks = {span.rank for span in report.schedule}
-    return f"simulated, rank {', '.join(map(str, ranks))}, which computes most"
+    return f"simulated: when rank {', '.join(map(str, ranks))}, which computes most, is busy"
 
 
 def schedule(report: Figures) -> Iterator[Block]:
@@ -139,7 +158,7 @@ def schedule(report: Figures) -> Iterator[Block]:
     )
     hardware = hardware_of(report.machine)
     if not hardware.overlap:
-        yield note("communication takes the cores that compute: no overlap", "dim")
+        yield note("communication uses the cores that compute, so nothing overlaps", "dim")
     if report.measured is None:
         yield note(rates_text(hardware.assumed), "dim")
 
@@ -190,7 +209,10 @@ def memory_sentences(report: Figures) -> Sequence[str]:
         ),
         (memory.recordings, "that recordings keep: one pool, as large as the program needs that takes most"),
         (memory.tables, "of tables of kernels and of numbers, which stay"),
-        (memory.first_buffers, "of buffers in a first step, which gave them back, beside what its own code took"),
+        (
+            memory.first_buffers,
+            "of buffers in a first step, which gave them back, besides what its own code took",
+        ),
     )
     return [f"{format_bytes(size)} {words}" for size, words in sentences if size]
 
@@ -302,7 +324,7 @@ def costs(report: Figures) -> Iterator[Block]:
     yield Listing(tuple((Words(f"{mark(i)} =", "bold"), Words(own, "formula")) for i, own in enumerate(formulas)))
     homes = names_by_reason((t.name, ", ".join(t.resident)) for t in found if t.resident)
     for state, names in homes.items():
-        yield note(f"only on the owner: {state} of {some(names)}", "dim")
+        yield note(f"state that only the owner keeps: {state} of {some(names)}", "dim")
 
 
 def formula(template: TemplateReport) -> str:

@@ -66,7 +66,7 @@ class MeasuredPhase:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredReport:
-    """Measured steps, with predictions beside. Seconds are means over ranks and steps.
+    """Measured steps, with predictions next to them. Seconds are means over ranks and steps.
 
     Attributes:
         steps, ranks: how many were measured.
@@ -110,7 +110,7 @@ class RunFigures:
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
         capacity: the most bytes that a micro-group gathers to one rank, unless a matrix alone is larger.
-        memory: what steps need beside parameters, gradients and state, as it is predicted for CUDA; elsewhere it has
+        memory: what steps need in addition to parameters, gradients and state, as predicted for CUDA; elsewhere it has
             the buffers alone.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
@@ -132,7 +132,7 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class Facts(RunFigures):
-    """What a report is made of, beside the step.
+    """What a report is made of, in addition to the step.
 
     Attributes:
         measurement: the steps that were measured last; None if there are none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -54,7 +55,11 @@ def load_section(loads: Sequence[LoadReport], *more: Block) -> Section:
     counts = [plural(load.tasks, "matrix", "matrices") for load in loads]
     found = tuple(Bar(load.rank, own, (said,)) for load, own, said in zip(loads, values, counts, strict=True))
     drawn = Bars("Work per rank", "FLOP", tuple((f"micro-group {g}", g) for g in groups), found, of="rank")
-    return Section("Load", (*([drawn] if loads else []), *more), "FLOPs of each rank per step")
+    return Section(
+        "Load",
+        (*([drawn] if loads else []), *more),
+        "FLOPs of each rank per step, compared with the mean",
+    )
 
 
 def group_section(groups: Sequence[object], where: Sequence[tuple[str, int]]) -> Section:
@@ -75,7 +80,7 @@ def group_section(groups: Sequence[object], where: Sequence[tuple[str, int]]) ->
         every = Section(f"All {len(rows)} micro-groups", (PageTable(headers, rows, "All micro-groups"),), folded=True)
         size = format_bytes(sum(map(sum, sent[MOST_ROWS:])))
         parts += [note(f"and {hidden} more, {size}", "dim"), Detail((every,))]
-    return Section("Micro-groups", tuple(parts), "bytes that leave a rank, summed over all ranks")
+    return Section("Micro-groups", tuple(parts), "sent together; grid: replicas x shards; bytes of all ranks")
 
 
 def event(act: str, stream: str, number: int, begin: float, end: float) -> TimelineEvent:
@@ -92,14 +97,14 @@ def event(act: str, stream: str, number: int, begin: float, end: float) -> Timel
 
 
 def classes_of(values: Sequence[float], most: int) -> tuple[list[int], list[tuple[float, float]]]:
-    """Count values in `most` equal classes, or in one if all are equal.
+    """Count values in `most` equal classes, or in one if all are equal but for rounding.
 
     Returns:
         How many values are in each class, and where each begins and ends.
     """
     low, high = min(values), max(values)
-    if low == high:
-        return [len(values)], [(low, high)]
+    if math.isclose(low, high, rel_tol=1e-9):
+        return [len(values)], [(high, high)]
     counts, ends = np.histogram(values, most, (low, high))
     return counts.tolist(), list(pairwise(ends.tolist()))
 
@@ -166,7 +171,7 @@ def rates_text(assumed: Sequence[str]) -> str:
     """Say which rates predictions use."""
     if not assumed:
         return "predicted by simulation, with rates that were measured on this machine"
-    return f"predicted by simulation; assumed rates: {', '.join(assumed)}"
+    return f"predicted by simulation with assumed rates, not measured on this machine: {', '.join(assumed)}"
 
 
 def error_text(error: float | None) -> str:

@@ -135,10 +135,10 @@ def timeline(content: Timeline) -> Table:
             continue
         busy = sum(event.end - event.begin for event in lane.events) / total
         strip = Strip(total, [stretch(event) for event in lane.events], IDLE)
-        made.add_row(Text(f"{lane.of} {lane.name}".strip()), strip, Text(f"{busy:.0%}", "dim"))
+        made.add_row(Text(f"{lane.of} {lane.name}".strip()), strip, Text(f"busy {busy:.0%}", "dim"))
         seen |= {event.kind for event in lane.events if event.begin < event.end}
     words = [f"{letter} {kind}" for kind, letter in [*TRANSFERS.items(), ("elementwise", ELEMENTWISE)] if kind in seen]
-    made.add_row("", Text("   ".join([f"number: {content.numbers}", *words]), "dim"))
+    made.add_row("", Text("  ".join([f"number: {content.numbers}", *words, f"{IDLE} idle"]), "dim"))
     return made
 
 

@@ -59,5 +59,5 @@ for step in range(10):
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 if dist.get_rank() == 0:
-    print(canzona_compile.explain(optimizer))  # compiled, whole on its rank: no communication
+    print(canzona_compile.explain(optimizer))  # compiled, nothing is sent
 dist.destroy_process_group()

@@ -24,7 +24,7 @@ from tests.harness.verdicts import reached
 
 ROOT = Path(__file__).parents[2]
 How = Literal["beside", "alone", "plain"]
-ALONE = {"any_optimizer", "a_pass", "my_model"}  # run by `python`, or imported
+ALONE = {"any_optimizer", "a_pass", "a_layout", "an_optimizer", "my_model"}  # run by `python`, or imported
 SCRIPTS = {  # with the number of ranks on which the pages run them
     "fsdp2": 2,
     "any_pair": 2,
@@ -34,6 +34,7 @@ SCRIPTS = {  # with the number of ranks on which the pages run them
     "plain_fragments": 2,
     "ddp": 2,
     "zero1": 2,
+    "a_transport": 2,
     "experts": 2,
     "pipeline": 2,
     "accelerate_loop": 2,
@@ -48,6 +49,8 @@ SCRIPTS = {  # with the number of ranks on which the pages run them
     "graphs": 2,
     "any_optimizer": 1,
     "a_pass": 1,
+    "a_layout": 1,
+    "an_optimizer": 1,
     "my_model": 1,
 }
 

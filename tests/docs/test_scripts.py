@@ -26,6 +26,14 @@ NEEDED = {
     "torchtitan_optimizers": "torchtitan",
     "eight_bit": "torchao",
 }
+PICTURED = {
+    "report.svg": ("rank\xa03", "96x64"),
+    "journey.svg": ("rank 3", "0.weight: rows 0 to 24"),
+    "choice.svg": ("hidden\xa0matrix", "embedding"),
+    "explain.svg": ("compiled", "local"),
+    "plan_64.svg": ("predicted", "What\xa0to\xa0do\xa0next"),
+    "one_matrix.svg": ("rank 3", "rows 72 to 96", "3 compute", "to the owner, 9.0 KiB"),
+}
 STEPS = 5  # at least, of every script that trains
 TRAINING = [name for name in SCRIPTS if name not in {*ALONE, *NEEDED, "checkpoints", "planning", "graphs"}]
 WAYS = ["accelerate_loop", "accelerate_loop --fsdp2", "trainer", "trainer --fsdp2", "fabric_loop"]
@@ -130,6 +138,21 @@ def test_a_pass_changes_owners() -> None:
     assert [re.findall(r"owner=(\(\d, \d\))", line)[0] for line in changed] == ["(0, 0)", "(0, 1)"] * 2
 
 
+@pytest.mark.ranks
+def test_a_layout_is_planned() -> None:
+    """The owner has half of the matrix: the other half comes to it in two bytes per element, and goes back."""
+    said = ran(path_of("a_layout"), 1)[0].said
+    assert re.search(r"1x3: 0-2 +1 +3 KiB +3 KiB ", said)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_an_optimizer_is_checked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["verify", "docs.scripts.an_optimizer:build", "--ranks", "2", "--layout", "fsdp", "--steps", "2"]) == 0
+    assert "4 leaves, every bit equal" in " ".join(capfd.readouterr().out.split())
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 def test_the_model_to_check_is_checked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +166,11 @@ def test_the_model_to_check_is_checked(capfd: pytest.CaptureFixture[str], monkey
 def test_pictures_are_of_a_run(tmp_path: Path) -> None:
     ran(ROOT / "docs" / "diagrams.py", 4, str(tmp_path))
     drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == ["journey.svg", "report.svg"]
+    assert drawn == sorted(PICTURED)
     for name in drawn:
         words = " ".join("".join(node.itertext()) for node in ElementTree.parse(tmp_path / name).iter())
         kept = (ROOT / "docs" / "images" / name).read_text(encoding="utf-8")
-        for word in ("rank\xa03", "96x64") if name == "report.svg" else ("rank 3", "0.weight: rows 0 to 24"):
+        for word in PICTURED[name]:
             assert word in words
         assert "http" not in kept.replace("http://www.w3.org", "").replace("https://www.textualize.io", "")
 

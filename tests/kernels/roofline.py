@@ -7,6 +7,8 @@ It reads the tables in tests/golden/kernels/, so nothing is compiled. Nothing he
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,26 +50,25 @@ SHAPES = ((1, 2048, 8192), (1, 4096, 4096), (1, 4096, 12288), (1, 5120, 25600), 
 
 TEXT = """# What the matrix kernels can reach at most: a model
 
-**This page is a model, not a measurement**: no kernel ran for it. It says which candidates the tuner should try, and
-what no tuning can give. To measure, run `python -m canzona_compile tune` and `benchmarks/gpu.py`.
+**This page is a model, not a measurement**: no kernel ran for it. It says what no tuning can exceed. To measure, run
+`python -m canzona_compile tune` and `benchmarks/gpu.py`.
 
-A column is a product of batch x m x k. A row is a kernel with its tile, warps (`w`) and stages (`s`); *programs* is how
-many of them fit on a multiprocessor. A cell is the time of a launch in us, with the library's bound divided by it in
-brackets: below 1 a kernel can hardly win. A launch takes the larger of two times:
+A column is a product of batch x m x k. A cell has our best kernel by the model: its time in us, the library's time
+divided by it in brackets (below 1, our kernel can hardly win), and its tile.
 
-* *memory*: every operand is read once and the result written once, at the data sheet's bandwidth;
-* *products and ends*: the tiles of the busiest multiprocessor, so an unfinished wave counts as a whole one. A tile
-  computes at the data sheet's rate, or, if small, at the rate at which shared memory takes in its operands and gives
-  them out once. Its ends, reading the first operands and writing the result, use the multiprocessor's share of the
-  bandwidth. Two programs on a multiprocessor hide each other's ends, and a persistent program hides those of all its
-  tiles but one; otherwise every tile adds them.
+| part of a launch | the model |
+|---|---|
+| memory | each operand is read once and the result written once, at the data sheet's bandwidth |
+| products | the tiles of the busiest multiprocessor, at the data sheet's rate or, if small, that of shared memory |
+| ends of a tile | reading the first operands and writing the result; hidden by a second program on the multiprocessor |
+| the library | tiles of 128 x 256, all ends hidden, no bound by shared memory |
+| not in the model | clocks under load (an H200 sustains 790 of 989 TFLOP/s), caches, latencies, the cost of a launch |
 
-The library's bound is for the whole product in tiles of 128 x 256, with all ends hidden and no bound by shared memory.
-Not in the model: clocks under load (an H200 sustains some 790 of its 989 TFLOP/s), bandwidth of caches, latencies of
-instructions, the cost of a launch.
-
-`python -m tests.kernels.roofline` writes this page from data sheets, the sizes of the products, and the registers and
-shared memory that the compiler gave each kernel (`tests/golden/kernels/resources-sm_*.txt`).
+Memory, and products with their ends, overlap: the larger one counts.
+"""
+END = """`python -m tests.kernels.roofline > docs/kernel_model.md` writes this page; `--all` prints every candidate
+of the tuner. Sources: data sheets, and the registers and shared memory that the compiler gave each kernel
+(`tests/golden/kernels/resources-sm_*.txt`).
 """
 
 
@@ -135,13 +136,33 @@ def table(sheet: DataSheet, operation: str, rows: Iterable[ResourceRow]) -> Iter
         yield f"| {named(row)} | {row.programs} | " + " | ".join(cells) + " |"
 
 
+def best(sheet: DataSheet, operation: str) -> str:
+    """A row of Markdown: the fastest candidate by the model, for each shape."""
+    own = [row for row in rows_of(sheet.arch) if row.operation == operation]
+    cells = []
+    for shape in SHAPES:
+        first = min(own, key=lambda row: seconds(row, shape, sheet))
+        time, bound = seconds(first, shape, sheet), of_library(operation, shape, sheet)
+        cells.append(f"{1e6 * time:.0f} ({bound / time:.2f}) {'x'.join(map(str, first.tile[:2]))}")
+    return f"| {sheet.name} | " + " | ".join(cells) + " |"
+
+
 def page() -> str:
     """The whole of docs/kernel_model.md."""
     parts = [TEXT]
+    heading = " | ".join("x".join(map(str, shape)) for shape in SHAPES)
+    for operation, what in (("sym_gemm", "X @ X.T by halves"), ("gemm_axpby", "a X + B @ X")):
+        parts.append(f"## {operation}: {what}\n")
+        rows = [f"| us (library / ours) tile | {heading} |", "|---|" + "---|" * len(SHAPES)]
+        parts.append("\n".join([*rows, *(best(sheet, operation) for sheet in SHEETS)]) + "\n")
+    sheets = ", ".join(f"{s.name} {s.flops / 1e12:.0f} TFLOP/s and {s.bandwidth / 1e12:g} TB/s" for s in SHEETS)
+    return "\n".join([*parts, textwrap.fill(f"Data sheets: {sheets}.", 116) + "\n", END])
+
+
+def candidates() -> str:
+    """Tables of every candidate."""
+    parts = []
     for sheet in SHEETS:
-        parts.append(f"## {sheet.name}\n")
-        rate, bandwidth = sheet.flops / 1e12, sheet.bandwidth / 1e12
-        parts.append(f"{rate:.0f} TFLOP/s, {bandwidth:g} TB/s, {MULTIPROCESSORS[sheet.arch]} multiprocessors.\n")
         for operation in ("sym_gemm", "gemm_axpby"):
             own = [row for row in rows_of(sheet.arch) if row.operation == operation]
             parts.append("\n".join(table(sheet, operation, own)) + "\n")
@@ -149,4 +170,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(candidates() if "--all" in sys.argv else page(), end="")

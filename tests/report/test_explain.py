@@ -25,7 +25,8 @@ def explained(optimizer: Any) -> dict[str, tuple[str, str]]:
 def test_compiled() -> None:
     pair = Pair(captures_anew=True)
     before = explained(pair.wrapped)
-    assert before == {f"group0.param{i}": ("compiled", "whole on its rank") for i in range(2)}
+    alone = ("compiled", "stored whole on its rank, so nothing is sent")
+    assert before == {f"group0.param{i}": alone for i in range(2)}
     pair.steps(2)
     assert explained(pair.wrapped) == before
     captures = pair.report.captures
@@ -125,7 +126,7 @@ def rows_in(text: str) -> list[str]:
 def test_matrices_of_one_shape_and_treatment_are_one_row() -> None:
     explanation = canzona_compile.explain(muon(parameters([(6, 4), (4, 6), (6, 4), (6, 4), (6, 4), (6, 4)])))
     assert [row.name for row in explanation.parameters] == [f"group0.param{i}" for i in range(6)]
-    first, second = rows_in(str(explanation))
+    first, second = rows_in(explanation.to_text(150))
     assert "group0.param0, group0.param2, group0.param3 and 2 more" in first
     assert "group0.param1 " in second
 

@@ -314,7 +314,7 @@ def test_thousands_of_ranks_and_spans(show: Show) -> None:
         shown.view.evaluate("Plotly.relayout('timeline-0', { 'xaxis.range[1]': 0.001 })")
         assert busy() - begin < 3  # seconds; some tenths on a machine that is not busy
         shown.draw("bars-1")
-        assert "max/mean" in shown.text("#load")
+        assert "x the mean" in shown.text("#load")
         assert shown.view.locator("#bars-1 .barlayer .point").count() == 32  # ranks by how much
         box = shown.view.locator("#bars-1 .nsewdrag").first.bounding_box()
         said = shown.point(box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2)

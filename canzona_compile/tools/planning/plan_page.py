@@ -50,9 +50,9 @@ def plan_page(forecast: Forecast) -> PageModel:
     return PageModel(
         kind="canzona plan",
         title=headline(forecast, " "),
-        about="A plan made offline: no step was run. Its times are predictions that stand on "
-        f"{plural(len(hardware.measured), 'measured rate')} and {plural(len(hardware.assumed), 'assumed one')} of a "
-        f"machine called {hardware.name}. A run that makes the same plan has the same fingerprint.",
+        about=f"No step was run. Times are predicted, from {len(hardware.measured)} measured and "
+        f"{plural(len(hardware.assumed), 'assumed rate')} of the machine {hardware.name}. A run that makes the same "
+        "plan has the same fingerprint.",
         figures=tuple(figures(forecast)),
         remarks=(
             "steps are predicted; below, and beside them, is the heaviest one" if forecast.period else "",
@@ -67,14 +67,14 @@ def plan_page(forecast: Forecast) -> PageModel:
             ("micro-groups", f"{len(forecast.groups)}, {forecast.depth} in flight"),
             ("collectives", f"{forecast.collectives} a step"),
             ("elementwise", plural(forecast.elementwise, "parameter")),
-            *((name.replace("_", " "), value) for name, value in forecast.options),
+            *((name.replace("_", " "), with_unit(name, value)) for name, value in forecast.options),
         ),
         body=(
             Section("Alternatives", tuple(alternatives(forecast)), "the same matrices, planned another way"),
             Section(
                 "Iteration",
                 tuple(iteration(forecast.zero1)) if forecast.zero1 else (),
-                "backward, step, next forward pass, simulated; their numbers are buckets",
+                "backward, step, next forward pass, simulated; numbers are buckets",
             ),
             measured_section(forecast.measured),
             load_section(forecast.loads, *times(forecast)),
@@ -82,12 +82,12 @@ def plan_page(forecast: Forecast) -> PageModel:
             Section(
                 "Strategies",
                 tuple(strategies(t, i > 0) for i, t in enumerate(forecast.templates)),
-                "of each template's matrices, alone on their ranks",
+                "time for these matrices, with nothing else on their ranks",
             ),
             Section(
                 "Cost",
                 tuple(map(cost, forecast.templates)),
-                "of one matrix of m x n: FLOPs, bytes in memory and on the wire",
+                "of one m x n matrix: FLOPs, bytes in memory, bytes sent",
             ),
             group_section(forecast.groups, [(f"{g.replicas}x{g.shards}", g.tasks) for g in forecast.groups]),
             Section("Memory", tuple(memory(forecast)), "bytes on the rank that needs most"),
@@ -95,8 +95,21 @@ def plan_page(forecast: Forecast) -> PageModel:
             Detail((matrices(forecast),)),
             Section("Rates", tuple(rates(hardware)), f"of {hardware.name}"),
             Section("Assumptions", (*bullets(forecast.assumptions), Detail(bullets([overlap_text(hardware)])))),
+            Section("What to do next", (note(next_step(hardware)),)),
         ),
     )
+
+
+def with_unit(option: str, value: str) -> str:
+    """Write the value of an option; bytes as people write them."""
+    return format_bytes(int(value)) if option in ("capacity", "bucket_bytes") and value.isdecimal() else value
+
+
+def next_step(hardware: Hardware) -> str:
+    """Say what a reader of the plan can do next."""
+    if hardware.assumed:
+        return "To use the rates of your machine: canzona-compile calibrate -o mine.json, then --hardware mine.json."
+    return 'To run this plan: --format json -o plan.json, then wrap(..., plan="plan.json").'
 
 
 def alone(forecast: Forecast) -> Iterator[Paragraph]:
@@ -129,8 +142,8 @@ def figures(forecast: Forecast) -> Iterator[Figure]:
     yield Figure(str(forecast.matrices), "matrices", f"{forecast.elements / 1e9:.3g} billion elements")
     mesh = ", ".join(f"{name} {size}" for name, size in forecast.mesh)
     yield Figure(str(len(forecast.simulation.ranks)), "ranks", mesh, detail=True)
-    yield Figure(f"{forecast.imbalance:.2f}", "max / mean\nload", "1.00 is even")
-    yield Figure(format_seconds(exposed), "exposed\ncommunication", f"{share(exposed, seconds)} of the step")
+    yield Figure(f"{forecast.imbalance:.2f}x", "busiest rank\nvs the mean", "1.00x is even")
+    yield Figure(format_seconds(exposed), "waiting for\ncommunication", f"{share(exposed, seconds)} of the step")
     used = share(memory.buffers, forecast.hardware.memory)
     whole = format_bytes(forecast.hardware.memory)
     yield Figure(format_bytes(memory.buffers), "buffers\nper rank", f"{used} of its {whole}")
@@ -139,7 +152,7 @@ def figures(forecast: Forecast) -> Iterator[Figure]:
 def beside(zero1: Zero1Forecast) -> str:
     """Say what communication costs before and after the step."""
     found = [f"{format_seconds(p.exposed)} in {p.name}" for p in zero1.phases if p.name != "step"]
-    return f"exposed beside the step: {' and '.join(found)}"
+    return f"outside of the step, communication adds {' and '.join(found)}"
 
 
 # -- how plans compare -------------------------------------------------------------------------
@@ -177,7 +190,7 @@ def plans(forecast: Forecast) -> PageTable:
         for own in found
     )
     step = "step:s" if forecast.period is None else "heaviest step:s"
-    headers = ("plan", step, "max/mean:n", "exposed:s", "wire:B", "buffers:B", "micro-groups:n")
+    headers = ("plan", step, "vs mean:n", "exposed:s", "sent:B", "buffers:B", "micro-groups:n")
     return PageTable(headers, rows, "Plans", chosen=tuple(own.chosen for own in found))
 
 
@@ -196,7 +209,7 @@ def zero1_plans(found: Sequence[Alternative]) -> PageTable:
         if (zero1 := own.zero1) is not None:
             told = (zero1.makespan, f"{zero1.padding_share:.2%}", zero1.sent, zero1.exposed)
         rows.append((Words(own.name, about=own.about), own.seconds, own.imbalance, *told, own.peak))
-    quantities = ("step:s", "max/mean:n", "makespan:FLOP", "padding:>", "traffic:B", "exposed:s", "buffers:B")
+    quantities = ("step:s", "vs mean:n", "busiest:FLOP", "padding:>", "sent:B", "exposed:s", "buffers:B")
     return PageTable(
         ("plan", *quantities), tuple(rows), "Plans with buckets", chosen=tuple(own.chosen for own in found)
     )
@@ -356,7 +369,8 @@ def brief(forecast: Forecast) -> Iterator[Block]:
         (
             *headline,
             f", of which {format_seconds(exposed)} are exposed communication; {forecast.matrices} matrices, "
-            f"max/mean load {forecast.imbalance:.2f}, buffers {format_bytes(forecast.memory.buffers)}, plan ",
+            f"the busiest rank computes {forecast.imbalance:.2f}x the mean, "
+            f"buffers {format_bytes(forecast.memory.buffers)}, plan ",
             Words(forecast.fingerprint[:12], "code"),
             ".",
         )

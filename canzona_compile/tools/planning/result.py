@@ -50,6 +50,7 @@ class OfflinePlan(Printable):
 
     @paused()
     def to_json(self) -> str:
+        """Return the plan file with the forecast, as JSON."""
         return json.dumps(self.to_dict()) + "\n"
 
     def to_html(self) -> str:
