@@ -111,6 +111,7 @@ class FakeDevice:
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
         self.held = self.most = 0  # bytes of tensors that are alive and of pools, now and at most
         self.calls: Counter[str] = Counter()  # of names of `torch.cuda`, and of replays
+        self.copied: list[int] = []  # the bytes of each copy from the host
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 

@@ -115,10 +115,12 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     targets = [x for a, w in zip(args, writes, strict=False) if w for x in pytree.tree_leaves(a)]
     if name in READS or name in WAITS or any(not isinstance(t, DeviceTensor) for t in targets):
         device.finish(device.current)
+    if name == "copy_" and hosts and ours:
+        device.copied.append(sum(h.nbytes for h in hosts))
+        if not all(is_pinned(h) for h in hosts) or not (args[2:] or (kwargs.get("non_blocking"),))[0]:
+            device.finish(device.current)
     with plainly():
-        inner_args, inner_kwargs = pytree.tree_map_only(
-            Tensor, lambda t: t.inner if isinstance(t, DeviceTensor) else t.clone(), (args, kwargs)
-        )
+        inner_args, inner_kwargs = pytree.tree_map_only(Tensor, seen_later, (args, kwargs))
         if name in READS:
             return func(*inner_args, **inner_kwargs)
         if targets:
@@ -141,6 +143,19 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
 
     device.put(name, work)
     return result
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether a tensor on the CPU was made by `pin_memory`."""
+    return bool(getattr(tensor, "pinned", False))
+
+
+def seen_later(tensor: Tensor) -> Tensor:
+    """What the device finds in an operand when its turn comes: pinned memory as it will be then, other memory of the
+    host as it is now."""
+    if isinstance(tensor, DeviceTensor):
+        return tensor.inner
+    return tensor if is_pinned(tensor) else tensor.clone()
 
 
 def placed(device: FakeDevice, like: Tensor) -> DeviceTensor:
@@ -171,11 +186,13 @@ class CallsForDevice(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "pin_memory":
             with plainly():
-                return args[0].clone()
+                made = args[0].clone()
+            made.pinned = True
+            return made
         if name == "to" and any(isinstance(a, torch.device) and a.type == "cuda" for a in args[1:]):
             source = args[0]
             made = placed(current_device(), source)
-            return made.copy_(source)
+            return made.copy_(source, non_blocking=bool(kwargs.get("non_blocking")))
         if "device" in kwargs and kwargs["device"] is not None:
             wanted = torch.device(kwargs["device"])
             if wanted.type == "cuda":
