@@ -256,9 +256,7 @@ class Replay:
             except Exception as error:  # from the device or from Triton; nothing was executed
                 problem = (str(error) or repr(error)).splitlines()[0]
                 return stretch.module(*inputs)  # type: ignore[no-any-return]
-            for kernel in stretch.module.children():
-                if isinstance(kernel, GroupedKernel):
-                    kernel.flush()
+            self._flush(stretch)
             replay()
             replays.append(replay)
             return found[0]
@@ -271,6 +269,12 @@ class Replay:
         self.recordings += 1
         self._tried += 1
         self._known[key] = Recording(replays, {name: kernel.laid() for name, kernel in self._kernels.items()})
+
+    def _flush(self, stretch: ProgramStretch) -> None:
+        """Send what generated kernels noted while a stretch was recorded, when nothing could be sent."""
+        for kernel in stretch.module.children():
+            if isinstance(kernel, GroupedKernel):
+                kernel.flush()
 
     def _lay(self) -> None:
         """Put the numbers on the device and the words of all generated kernels in one place, if they are not yet.

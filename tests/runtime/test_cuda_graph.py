@@ -183,7 +183,7 @@ def test_numbers_of_a_step_are_words_of_its_program(name: str) -> None:
 
 @pytest.mark.parametrize("name", first(["muon", "normuon"]))
 def test_gradients_that_move_are_read_where_they_are(name: str) -> None:
-    """`zero_grad(set_to_none=True)` and a rate for each step: one recording, one copy of what changed in each replay."""
+    """`zero_grad(set_to_none=True)` and a rate for each step: one recording, which every later step replays."""
     steps = Steps(name, stable=False)
     for i in range(4):
         assert steps.step(lr=0.1 / (i + 1)) < 1e-5

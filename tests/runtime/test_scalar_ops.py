@@ -123,5 +123,5 @@ def test_numbers_are_sent_when_they_change() -> None:
         words.send()
         assert words.copied - before == sent
         assert [float(number.double) for number in numbers] == list(values)
-        assert all(torch.equal(n.single, torch.tensor(v, dtype=torch.float32)) for n, v in zip(numbers, values))
+        assert [float(number.single) for number in numbers] == torch.tensor(values).tolist()
     assert words.copies == 3
