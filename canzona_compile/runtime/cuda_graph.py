@@ -111,6 +111,7 @@ class Replay:
         entered: makes the program's streams ready; see `streams`.
         recorder: records stretches; None stands for a `GraphRecorder`.
         wanted: whether to record at all. If not, the program runs call by call.
+        gradients: the copies of gradients that all programs share, by task.
 
     Attributes:
         recordings: how many recordings were made so far.
@@ -126,13 +127,14 @@ class Replay:
         entered: Callable[[], AbstractContextManager[None]],
         recorder: Recorder | None = None,
         wanted: bool = True,
+        gradients: dict[str, Tensor] | None = None,
     ) -> None:
         self.plain, self.entered = program.module, entered
         self.recorder = recorder or GraphRecorder(device)
         self.stopped = obstacle(program) if wanted else "cuda_graphs=False"
         self.recordings = 0
         self.wandered = False
-        self.copies = GradientCopies()
+        self.copies = GradientCopies({} if gradients is None else gradients)
         self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
         self._moves = 0  # how often gradients have moved that operators of torch read
         inputs = list(program.inputs.values())
@@ -141,7 +143,9 @@ class Replay:
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
         self._numbers: dict[int, Any] | None = None  # by input, the Python numbers of the last step
         self._changing: set[str] = set()  # names of the inputs whose number has changed since the first step
-        self._gradients = {i for i in self._moving if getattr(inputs[i], "role", None) is Role.GRAD}
+        self._gradients = {
+            i: own.tasks for i, own in enumerate(inputs) if isinstance(own, Fragments) and own.role is Role.GRAD
+        }
         self._known: dict[StepKey, Recording] = {}
         self._last: StepKey | None = None
         self._rehearsed = False
@@ -180,7 +184,7 @@ class Replay:
         """
         key = None if self.stopped else self._look(arguments)
         if key is not None and self._follow(key):
-            self.copies.add(self._moved(key), arguments)
+            self.copies.add({i: self._gradients[i] for i in self._moved(key)}, arguments)
             self.forget()
             self._tried = 0
             key = self._look(arguments)
@@ -228,7 +232,7 @@ class Replay:
             return set()
         pairs = zip(self._moving, key.places, last.places, strict=True)
         found = {i for i, own, before in pairs if own != before}
-        return found if found <= self._gradients and not any(map(self._listed, found)) else set()
+        return found if found <= self._gradients.keys() and not any(map(self._listed, found)) else set()
 
     def _rehearse(self, stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run a stretch where it will be recorded."""

@@ -8,7 +8,7 @@ are elsewhere on every step, a step copies them first: it reads and writes each 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,28 +18,31 @@ from canzona_compile.ir import program_ops
 
 
 class GradientCopies:
-    """The copies of one program.
+    """The copies that one program reads.
+
+    Args:
+        shared: the copies by task, which serve all programs: only one of them runs at a time.
 
     Attributes:
         copies: for each input of the program that is copied, by index, the copies of its tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: dict[str, Tensor]) -> None:
+        self.shared = shared
         self.copies: dict[int, list[Tensor]] = {}
 
-    @property
-    def nbytes(self) -> list[int]:
-        """The bytes of each copy."""
-        return [t.nbytes for own in self.copies.values() for t in own]
-
-    def add(self, inputs: Collection[int], arguments: Sequence[Any]) -> None:
+    def add(self, inputs: Mapping[int, Sequence[str]], arguments: Sequence[Any]) -> None:
         """Copy further inputs from now on.
 
         Args:
-            inputs: their indices.
+            inputs: for each one, by index, the tasks whose gradients it has.
             arguments: those of the program, for the shapes.
         """
-        self.copies |= {i: [torch.empty_like(t) for t in arguments[i]] for i in inputs}
+        for i, tasks in inputs.items():
+            for task, gradient in zip(tasks, arguments[i], strict=True):
+                if task not in self.shared:
+                    self.shared[task] = torch.empty_like(gradient)
+            self.copies[i] = [self.shared[task] for task in tasks]
 
     def fill(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Copy the gradients of this step on the current stream, by one call for all of a dtype.

@@ -148,6 +148,24 @@ def test_measured_steps(seed: int) -> None:
             assert 0 < taken.exposed <= taken.seconds
 
 
+@pytest.mark.parametrize("kernels", [True, *also([False])])
+@pytest.mark.parametrize("seed", [0, *also([1, 2])])
+def test_the_default_training_loop_is_replayed(kernels: bool, seed: int) -> None:
+    """`zero_grad(set_to_none=True)` and a rate for each step: every step from then on is a replay, and the only copy
+    from the host has what changed."""
+    script = Script("muon", CASES[0], 9, RATES, moving=lambda rank, step: True, kernels=kernels)
+    begun = 3 if kernels else 5  # the step that records; operators of torch read gradients once these have moved twice
+    results = run_script(script, seed)
+    assert wrong(results) == []
+    for result in results:
+        assert result.waits == 0
+        assert all(how.endswith("recorded once") for how in result.how[begun + 1 :])
+        # Two words for each of the five numbers on the device, or a number of both kinds of matrices in two kernels and
+        # the addresses of up to five operands of five matrices.
+        assert all(len(sizes) == 1 and sizes[0] <= 8 * 30 for sizes in result.copied[begun + 1 :]), result.copied
+        assert result.steady == STREAMS | {"CUDAGraph.replay": 4 if kernels else 6, "set_stream": 5 if kernels else 7}
+
+
 STREAMS = {"current_stream": 1, "set_stream": 5}
 
 

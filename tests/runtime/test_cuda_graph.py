@@ -233,7 +233,7 @@ def test_gradients_that_torch_reads_are_copied_once_they_moved_again(monkeypatch
         steps.stable = i not in moves
         assert steps.step(lr=0.1 / (i + 1)) < 1e-5
         (replay,) = steps.replays
-        copied = len(replay.copies.nbytes)
+        copied = len(replay.copies.shared)
         assert copied == (3 if i >= 8 else 0), i
     assert "recorded" in replay.how
 
