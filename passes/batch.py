@@ -20,7 +20,8 @@ class Batching:
 
     Under exact numerics only matrix products, and the elementwise work and the transposes around them, run on stacks
     [n, ...]. A product of the library qualifies if its batched form is known to give the same bits
-    (`canzona_compile.ir.bit_exactness`). Products of our own kernels always qualify. Everything else, such as norms and
+    (`canzona_compile.ir.bit_exactness`). Products of our own kernels always qualify. Norms and sums run on stacks on
+    CUDA, where they are promised up to rounding, if something else has made the stack. Everything else, such as
     decompositions, loops over the tasks. Nothing is stacked if there is no product to batch.
 
     Under fast numerics all products qualify, and on CUDA decompositions do too if a stack of them is faster. Measured

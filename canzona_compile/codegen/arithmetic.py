@@ -9,8 +9,10 @@ has neither fused operations nor CUDA's library functions. The branches of `INTE
 They follow ATen's CPU kernels where the CPU kernels differ from the CUDA kernels.
 
 Each segment has a row of int64 words. The row holds the branch of the kernel, the segment's first program, the
-number of elements, and the sizes of the three inner dims. Five words per operand follow: the address and four strides,
-the innermost stride last. The last words are the numbers, each as the bits of a float64.
+number of elements, the sizes of the three inner dims, and the place of its first number. Four words per operand follow:
+its strides, the innermost one last. What may change from step to step lies elsewhere: the addresses of the segment's
+operands, one word each, and the numbers, each as the bits of a float64. A block can load addresses as soon as it knows
+its segment, and a row at the same time.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
@@ -22,8 +24,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-HEADER = tl.constexpr(6)
-WORDS = tl.constexpr(5)
+HEADER = tl.constexpr(7)
+WORDS = tl.constexpr(4)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # -- operands --------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def sizes(row, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def place(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
+def place(row, own, OPERAND: tl.constexpr, DTYPE: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
     """The address of an operand, and the strides of its dims that are not known, the innermost first.
 
     A program loads this once, for all of its tiles. ALIGNED promises that the innermost stride is one, that the address
@@ -64,7 +66,7 @@ def place(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, DIMS: tl.constexpr, A
     can then be accessed in vectors.
     """
     at = row + (HEADER + OPERAND * WORDS)
-    base = tl.load(at).to(tl.pointer_type(DTYPE))
+    base = tl.load(own + OPERAND).to(tl.pointer_type(DTYPE))
     inner = 1
     second = 1
     third = 1
@@ -72,17 +74,17 @@ def place(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, DIMS: tl.constexpr, A
     if ALIGNED:
         base = tl.multiple_of(base, 16)
     else:
-        inner = tl.load(at + 4)
+        inner = tl.load(at + 3)
     if DIMS > 1:
-        second = tl.load(at + 3)
+        second = tl.load(at + 2)
         if ALIGNED:
             second = tl.multiple_of(second, 16)
     if DIMS > 2:
-        third = tl.load(at + 2)
+        third = tl.load(at + 1)
         if ALIGNED:
             third = tl.multiple_of(third, 16)
     if DIMS > 3:
-        outer = tl.load(at + 1)
+        outer = tl.load(at)
         if ALIGNED:
             outer = tl.multiple_of(outer, 16)
     return base, inner, second, third, outer
@@ -124,9 +126,9 @@ def load(place, sizes, DTYPE: tl.constexpr, start, lanes, inside, DIMS: tl.const
 
 
 @triton.jit
-def load_one(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
+def load_one(own, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
     """Load an operand that has one element for the whole segment. A 16-bit float is returned as float32."""
-    at = tl.load(row + (HEADER + OPERAND * WORDS)).to(tl.pointer_type(DTYPE))
+    at = tl.load(own + OPERAND).to(tl.pointer_type(DTYPE))
     return widened(tl.load(at), DTYPE)
 
 
@@ -142,9 +144,9 @@ def store(place, sizes, DTYPE: tl.constexpr, value, start, lanes, inside, DIMS: 
 
 
 @triton.jit
-def number(row, WORD: tl.constexpr, DTYPE: tl.constexpr):
+def number(numbers, WORD: tl.constexpr, DTYPE: tl.constexpr):
     """Load a number: a hyperparameter, or a value that the host computed from hyperparameters."""
-    return tl.load(row + WORD).to(tl.float64, bitcast=True).to(DTYPE)
+    return tl.load(numbers + WORD).to(tl.float64, bitcast=True).to(DTYPE)
 
 
 @triton.jit

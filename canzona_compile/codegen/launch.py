@@ -1,4 +1,4 @@
-"""Run grouped kernels: one launch for all fragments of a stage, with a table that is uploaded when it changes."""
+"""Run grouped kernels: one launch for all fragments of a stage, whose addresses and numbers may change every step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from canzona_compile.codegen.source import FLAT, HEADER, PointwiseProgram, source
+from canzona_compile.codegen.step_words import StepWords, even
 from canzona_compile.codegen.tables import SegmentTable, TableSegment, fits, roomy, segment_of
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
@@ -27,15 +29,29 @@ WARPS = 8
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 LaunchPart = tuple[tuple[Sequence[Tensor], ...], Sequence[float]]
-Addresses = list[np.ndarray[Any, Any]]  # for each part, int64 [operands, entries]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Laid:
-    """A table, and the addresses that it holds for one recorded CUDA graph."""
+    """A table, and the addresses of operands [segments, operands] for one recorded CUDA graph."""
 
     table: SegmentTable
-    addresses: Addresses
+    addresses: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TableBytes:
+    """The bytes that a kernel needs on its device.
+
+    Attributes:
+        rows: of the rows of segments.
+        blocks: of the row of each block.
+        words: of addresses and numbers, which may lie together with those of other kernels.
+    """
+
+    rows: int
+    blocks: int
+    words: int
 
 
 def available() -> bool:
@@ -67,8 +83,8 @@ class GroupedKernel(torch.nn.Module):
 
     The module takes one `LaunchPart` per entry of `parts`. A part has a list of tensors per operand of its program,
     and the numbers that the program reads. The lists of tensors that are read come before those that are written, and
-    the i-th entries of all lists belong to one fragment. A call whose addresses and numbers are those of the call
-    before it uploads nothing. The host never waits for the device.
+    the i-th entries of all lists belong to one fragment. Addresses and numbers lie in `StepWords`, of which a call
+    sends what differs from the call before it. The host never waits for the device.
 
     Args:
         title: the first line of the source.
@@ -78,19 +94,25 @@ class GroupedKernel(torch.nn.Module):
     Attributes:
         launches: how often the kernel was launched.
         uploads: how often the table was sent to the device.
+        table: how the operands of the last call lie; None before the first one.
+        words: addresses and numbers, those of this kernel alone or also those of others; None before the first call.
+        odd: whether the last call worked on copies of fragments.
     """
 
     def __init__(self, title: str, programs: Sequence[PointwiseProgram], parts: Sequence[int]) -> None:
         super().__init__()
         self.title, self.programs, self.parts = title, tuple(programs), tuple(parts)
         self.launches = self.uploads = 0
+        self.odd = False
         self._kernel: Any = None
         self.table: SegmentTable | None = None
+        self.words: StepWords | None = None
         self._geometry: list[Any] = []
-        self._addresses: Addresses = []
-        self._unsent = False
-        self._numbers: list[tuple[float, ...]] = []
-        self._on_device: tuple[Tensor, Tensor] | None = None
+        self._last: Any = None  # addresses and numbers of the last call, if the words are to hold them
+        self._ranges: list[tuple[int, int]] = []  # of the words
+        self._numbers = np.zeros(0, np.int64)
+        self._places = np.zeros((0, 0), np.int64)
+        self._on_device: tuple[Tensor, ...] = ()  # blocks, rows, addresses and numbers
         self._device = torch.device("cpu")
 
     @property
@@ -106,17 +128,43 @@ class GroupedKernel(torch.nn.Module):
             print(text)
         return text
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """How many words the numbers and the addresses of the last call need."""
+        assert self.table is not None
+        return even(self.table.numbers), even(len(self.table.segments) * self.table.operands)
+
+    def attach(self, words: StepWords, numbers: int, addresses: int) -> None:
+        """Keep numbers and addresses in some words from now on, with what they are.
+
+        Args:
+            words: where they will be.
+            numbers: the first word of the numbers.
+            addresses: the first word of the addresses.
+        """
+        assert self.table is not None
+        shape = len(self.table.segments), self.table.operands
+        values = words.wanted[numbers : numbers + self.table.numbers]
+        places = words.wanted[addresses : addresses + shape[0] * shape[1]].reshape(shape)
+        if self.words is not None and self._places.shape == shape:
+            values[:], places[:] = self._numbers, self._places
+        self.words, self._numbers, self._places = words, values, places
+        ends = numbers + self.room[0], addresses + self.room[1]
+        on_device = words.memory[addresses : ends[1]], words.memory[numbers : ends[0]]
+        self._on_device = (*self._on_device[:2], *on_device)
+        # Side by side they need one copy.
+        self._ranges = [(numbers, ends[1])] if ends[0] == addresses else [(numbers, ends[0]), (addresses, ends[1])]
+
     def laid(self) -> Laid:
         """The table and the addresses of the last `refresh`."""
         assert self.table is not None
-        return Laid(self.table, self._addresses)
+        return Laid(self.table, self._places.copy())
 
-    def resume(self, laid: Laid, numbers: Sequence[Sequence[float]]) -> bool:
-        """Restore earlier addresses, with new numbers, before a recorded launch is replayed.
+    def resume(self, laid: Laid) -> bool:
+        """Restore earlier addresses before a recorded launch is replayed. Nothing is sent yet.
 
         Args:
             laid: the table and the addresses at the time of the recording.
-            numbers: for each part, its numbers for this step.
 
         Returns:
             Whether that worked. It fails if the table was built again since then, because the recorded launch would
@@ -124,17 +172,39 @@ class GroupedKernel(torch.nn.Module):
         """
         if self.table is not laid.table:
             return False
-        self._write(laid.addresses, [tuple(map(float, own)) for own in numbers])
+        self._last = None
+        self._places[:] = laid.addresses
         return True
 
+    def place(self, part: int, operand: int, addresses: Sequence[int]) -> None:
+        """Let the tensors of one list of a part be elsewhere. Nothing is sent yet.
+
+        Args:
+            part: index of the part.
+            operand: index of the list among those of the part.
+            addresses: where the tensors of the list are.
+        """
+        assert self.table is not None
+        self._last = None
+        self.table.place(self._places, part, operand, addresses)
+
+    def number(self, values: Sequence[float]) -> None:
+        """Let the numbers of all parts have these values. Nothing is sent yet."""
+        self._last = None
+        self._numbers[:] = np.array(values, np.float64).view(np.int64)
+
     def flush(self) -> None:
-        """Upload the table if it changed while a CUDA graph was recorded. Nothing can be uploaded then."""
-        if self._unsent:
-            self._upload()
+        """Send the addresses and numbers of the last call that are not on the device. Nothing is sent while a CUDA
+        graph is recorded."""
+        for own in self._ranges if self.words is not None else ():
+            assert self.words is not None
+            if self.words.changed(*own) and not self._recording:
+                self.words.send(*own)
 
     def forward(self, *parts: LaunchPart) -> None:
         """Run the kernel on all parts. The results are written in place."""
         within, copied = self._within(parts)
+        self.odd = within is not parts
         if self.refresh(within):
             self.launch()
         for target, value in copied:
@@ -169,18 +239,20 @@ class GroupedKernel(torch.nn.Module):
             made.append((lists, numbers))
         return made, back
 
-    def table_bytes(self, parts: Sequence[LaunchPart]) -> tuple[int, int]:
-        """Bound the sizes of both tensors of the table, for operands that need not have any memory.
+    def table_bytes(self, parts: Sequence[LaunchPart]) -> TableBytes:
+        """Bound the bytes of the table and its words, for operands that need not have any memory.
 
-        Returns:
-            The bytes of the rows, and of the row of each block, as if every tile had a block of its own.
+        Every tile counts as a block of its own.
         """
         sizes = [t.numel() for lists, _ in parts for t in lists[-1] if t.numel()]
         width = max((p.width for p in self.programs), default=HEADER)
-        return len(sizes) * width * 8, sum(-(-size // BLOCK) for size in sizes) * 4
+        operands = max((len(p.dtypes) for p in self.programs), default=0)
+        numbers = sum(len(self.programs[number].expressions.numbers) for number in self.parts)
+        words = even(numbers) + even(len(sizes) * operands)
+        return TableBytes(len(sizes) * width * 8, sum(-(-size // BLOCK) for size in sizes) * 4, words * 8)
 
     def refresh(self, parts: Sequence[LaunchPart]) -> bool:
-        """Write the addresses of the operands and the numbers into the table, and upload it if it changed.
+        """Send the addresses of the operands and the numbers that changed, and a new table if operands lie otherwise.
 
         Returns:
             Whether there is anything to launch: False if no operand has elements.
@@ -188,42 +260,39 @@ class GroupedKernel(torch.nn.Module):
         Raises:
             CanzonaError: the operands do not fit their programs.
         """
-        addresses = [
-            np.array([[t.data_ptr() for t in own] for own in lists], np.int64).reshape(len(lists), -1)
-            for lists, _ in parts
-        ]
-        numbers = [tuple(map(float, own)) for _, own in parts]
+        addresses = [[[t.data_ptr() for t in own] for own in lists] for lists, _ in parts]
+        numbers = [float(value) for _, own in parts for value in own]
         geometry = [[(t.stride(), t.data_ptr() % 16) for t in own] for lists, _ in parts for own in lists]
         if self.table is None or geometry != self._geometry:
             self._build(parts)
-            self._geometry, self._addresses = geometry, []
+            self._geometry, self._last = geometry, None
         assert self.table is not None
-        self._write(addresses, numbers)
+        if self._last != (addresses, numbers):
+            for part, lists in enumerate(addresses):
+                for operand, own in enumerate(lists):
+                    self.place(part, operand, own)
+            self.number(numbers)
+            self._last = addresses, numbers
+        self.flush()
         return bool(self.table.blocks)
 
     def launch(self) -> None:
         """Launch the kernel on the operands of the last `refresh`."""
-        assert self.table is not None
-        assert self._on_device is not None
+        table = self.table
+        assert table is not None
         if self._kernel is None:
             self._kernel = loaded(self.source)
         where = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with where, np.errstate(all="ignore"):  # the interpreter computes with numpy
-            self._kernel[(self.table.blocks,)](
-                *self._on_device, tiles=self.table.tiles, WIDTH=self.table.width, BLOCK=BLOCK, **OPTIONS
+            self._kernel[(table.blocks,)](
+                *self._on_device,
+                tiles=table.tiles,
+                WIDTH=table.width,
+                OPERANDS=table.operands,
+                BLOCK=BLOCK,
+                **OPTIONS,
             )
         self.launches += 1
-
-    def _write(self, addresses: Addresses, numbers: list[tuple[float, ...]]) -> None:
-        """Write addresses and numbers into the table and upload it, if they differ from those in it."""
-        same = len(addresses) == len(self._addresses) and all(map(np.array_equal, addresses, self._addresses))
-        if same and numbers == self._numbers and not self._unsent:
-            return
-        assert self.table is not None
-        for part, (own, values) in enumerate(zip(addresses, numbers, strict=True)):
-            self.table.fill(part, own, values)
-        self._addresses, self._numbers = addresses, numbers
-        self._upload()
 
     def _build(self, parts: Sequence[LaunchPart]) -> None:
         if self._recording:
@@ -237,28 +306,26 @@ class GroupedKernel(torch.nn.Module):
                     segments.append(segment)
         count = processors(self._device, interpreted=0)  # none, so that the interpreter's blocks have several tiles
         self.table = SegmentTable(self.programs, self.parts, segments, BLOCK, count)
-        self._kernel = self._on_device = None
+        self._kernel = None
         if self._device.type == "cpu" and segments:
             interpreted(self.title)
+        self._upload()
 
     @property
     def _recording(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _upload(self) -> None:
-        """Upload the table through pinned memory, which torch keeps until the copy is done. The host does not wait."""
+        """Send the table through pinned memory, which torch keeps until the copy is done. The host does not wait."""
         assert self.table is not None
-        self._unsent = self._recording
-        if self._unsent:
-            return
         self.uploads += 1
-        if self._device.type == "cpu":
-            self._on_device = torch.from_numpy(self.table.of_block), torch.from_numpy(self.table.rows)
-            return
-        if self._on_device is None:
-            blocks = torch.from_numpy(self.table.of_block).pin_memory().to(self._device, non_blocking=True)
-            self._on_device = blocks, torch.empty(self.table.rows.shape, dtype=torch.int64, device=self._device)
-        self._on_device[1].copy_(torch.from_numpy(self.table.rows).pin_memory(), non_blocking=True)
+        found = [torch.from_numpy(own) for own in (self.table.of_block, self.table.rows)]
+        if self._device.type == "cuda":
+            found = [own.pin_memory().to(self._device, non_blocking=True) for own in found]
+        self._on_device = tuple(found)
+        numbers, addresses = self.room
+        self.words = None
+        self.attach(StepWords(numbers + addresses, self._device), 0, numbers)
 
 
 def interpreted(title: str) -> None:

@@ -17,8 +17,22 @@ import torch
 from canzona_compile.codegen.expressions import Expressions
 from canzona_compile.codegen.values import STORED, Spread
 
-HEADER, WORDS = 6, 5  # int64 words of a row before its operands, and words per operand; the same as in arithmetic.py
-TAKEN = {"row", "first", "end", "tile", "start", "lanes", "inside", "sizes", "BLOCK", "DIMS", "ALIGNED"}
+HEADER, WORDS = 7, 4  # int64 words of a row before its operands, and words per operand; the same as in arithmetic.py
+TAKEN = {
+    "row",
+    "own",
+    "numbers",
+    "first",
+    "end",
+    "tile",
+    "start",
+    "lanes",
+    "inside",
+    "sizes",
+    "BLOCK",
+    "DIMS",
+    "ALIGNED",
+}
 TAKEN |= {"tl", "ops", "triton"}
 PLACE = re.compile(r"place_\d+")
 
@@ -33,10 +47,15 @@ from canzona_compile.codegen import arithmetic as ops
 KERNEL = '''
 
 @triton.jit(do_not_specialize=["tiles"])
-def kernel(segments, rows, tiles, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Some tiles of one segment: `segments` says which, its row holds branch, first block, sizes and operands."""
+def kernel(
+    segments, rows, addresses, numbers, tiles, WIDTH: tl.constexpr, OPERANDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Some tiles of one segment: `segments` says which, its row holds branch, first block, sizes and strides."""
     block = tl.program_id(0)
-    row = rows + tl.load(segments + block).to(tl.int64) * WIDTH
+    segment = tl.load(segments + block).to(tl.int64)
+    row = rows + segment * WIDTH
+    own = addresses + segment * OPERANDS
+    numbers += tl.load(row + 6)
     branch = tl.load(row)
     first = (block - tl.load(row + 1)) * tiles * BLOCK
     end = tl.minimum(first + tiles * BLOCK, tl.load(row + 2))
@@ -76,7 +95,7 @@ class PointwiseProgram:
     @property
     def width(self) -> int:
         """The number of int64 words in the row of a segment."""
-        return HEADER + WORDS * len(self.dtypes) + len(self.expressions.numbers)
+        return HEADER + WORDS * len(self.dtypes)
 
     @property
     def key(self) -> str:
@@ -95,7 +114,8 @@ class PointwiseProgram:
             while new in TAKEN or PLACE.fullmatch(new) or keyword.iskeyword(new) or new in names.values():
                 new += "_"
             names[own] = new
-        head = f"def {name}(row, first, end, BLOCK: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr):"
+        options = "BLOCK: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr"
+        head = f"def {name}(row, own, numbers, first, end, {options}):"
         return "\n".join(["@triton.jit", head, *(f"    {line}" for line in self.body(names))]) + "\n"
 
     def body(self, names: dict[str, str]) -> list[str]:
@@ -105,18 +125,18 @@ class PointwiseProgram:
         for i, load in enumerate(own.loads):
             stored, truth = STORED[load.dtype], " != 0" if load.dtype is torch.bool else ""
             if load.spread is Spread.ONE:
-                once.append(f"{names[load.name]} = ops.load_one(row, {i}, {stored}){truth}")
+                once.append(f"{names[load.name]} = ops.load_one(own, {i}, {stored}){truth}")
                 continue
             aligned = "ALIGNED" if load.spread is Spread.FULL else "False"
-            once.append(f"place_{i} = ops.place(row, {i}, {stored}, DIMS, {aligned})")
+            once.append(f"place_{i} = ops.place(row, own, {i}, {stored}, DIMS, {aligned})")
             call = f"ops.load(place_{i}, sizes, {stored}, start, lanes, inside, DIMS, {aligned})"
             each.append(f"{names[load.name]} = {call}{truth}")
-        for i, number in enumerate(own.numbers, HEADER + WORDS * len(self.dtypes)):
-            once.append(f"{names[number.name]} = ops.number(row, {i}, {number.dtype})")
+        for i, number in enumerate(own.numbers):
+            once.append(f"{names[number.name]} = ops.number(numbers, {i}, {number.dtype})")
         each += [f"{names[line.name]} = {line.text.format_map(names)}" for line in own.lines]
         written = [(names[name], d) for (name, _), to in zip(own.results, self.targets, strict=True) for d in to]
         for i, (value, dtype) in enumerate(written, len(own.loads)):
-            once.append(f"place_{i} = ops.place(row, {i}, {STORED[dtype]}, DIMS, ALIGNED)")
+            once.append(f"place_{i} = ops.place(row, own, {i}, {STORED[dtype]}, DIMS, ALIGNED)")
             each.append(f"ops.store(place_{i}, sizes, {STORED[dtype]}, {value}, start, lanes, inside, DIMS, ALIGNED)")
         return [
             *once,
@@ -146,5 +166,5 @@ def source(title: str, programs: Sequence[PointwiseProgram], branches: Sequence[
     parts.append(KERNEL)
     for number, (program, (dims, aligned)) in enumerate(branches):
         parts.append(f"    {'if' if number == 0 else 'elif'} branch == {number}:\n")
-        parts.append(f"        {functions[program]}(row, first, end, BLOCK, {dims}, {aligned})\n")
+        parts.append(f"        {functions[program]}(row, own, numbers, first, end, BLOCK, {dims}, {aligned})\n")
     return "".join(parts)

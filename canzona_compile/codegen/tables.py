@@ -1,4 +1,4 @@
-"""Tables of segments, which tell a kernel where its operands lie.
+"""Tables of segments, which tell a kernel how its operands lie.
 
 A segment is the fragment of one task in one program. All operands of a segment are viewed with the shape of the tensor
 that is written. Dims that are contiguous in all operands are merged, so most segments are flat.
@@ -153,6 +153,9 @@ def tiles_per_block(tiles: int, processors: int) -> int:
 class SegmentTable:
     """The segments of one grouped kernel: a row of words per segment, and the segment of every block.
 
+    It stays as it is while operands have the same strides and alignment. What may change from step to step, the
+    addresses of the operands and the numbers, lies beside it.
+
     Args:
         programs: the programs of the kernel.
         parts: for each launch part, the index of its program.
@@ -165,6 +168,8 @@ class SegmentTable:
         branches: the branches of the kernel: index of a program, and form.
         width: int64 words per row.
         rows: int64 [segments, width].
+        operands: the most operands of a program. So many words hold the addresses of a segment.
+        numbers: how many numbers all launch parts read.
         tiles: how many tiles a block computes at most, one after another; a block has tiles of one segment only.
         blocks: how many blocks a launch has.
         of_block: for each block, the row of its segment; int32 [blocks].
@@ -182,13 +187,18 @@ class SegmentTable:
         self.branches = sorted({(parts[s.part], s.form) for s in segments}, key=lambda b: (b[0], not b[1][1], b[1][0]))
         self.width = max((p.width for p in programs), default=HEADER)
         self.rows: npt.NDArray[np.int64] = np.zeros((len(self.segments), self.width), np.int64)
+        self.operands = max((len(p.dtypes) for p in programs), default=0)
+        read = [len(programs[number].expressions.numbers) for number in parts]
+        self.numbers = sum(read)
+        starts = [sum(read[:part]) for part in range(len(parts))]
         self.tiles = tiles_per_block(sum(-(-math.prod(s.sizes) // block) for s in segments), processors)
         counts = []
         first = 0
         for row, segment in zip(self.rows, self.segments, strict=True):
             elements = math.prod(segment.sizes)
             row[:3] = self.branches.index((parts[segment.part], segment.form)), first, elements
-            row[HEADER - len(segment.sizes) + 1 : HEADER] = segment.sizes[1:]
+            row[HEADER - len(segment.sizes) : HEADER - 1] = segment.sizes[1:]
+            row[HEADER - 1] = starts[segment.part]
             for i, strides in enumerate(segment.strides):
                 end = HEADER + WORDS * (i + 1)
                 row[end - len(strides) : end] = strides
@@ -200,18 +210,15 @@ class SegmentTable:
         self._rows_of = [np.flatnonzero(places == part) for part in range(len(parts))]
         self._entries = [np.array([s.entry for s in self.segments if s.part == p], np.int64) for p in range(len(parts))]
 
-    def fill(self, part: int, addresses: npt.NDArray[np.int64], numbers: Sequence[float]) -> None:
-        """Write what may change from step to step into the rows of one launch part.
+    def place(
+        self, into: npt.NDArray[np.int64], part: int, operand: int, addresses: Sequence[int] | npt.NDArray[np.int64]
+    ) -> None:
+        """Write the addresses of one list of tensors to the words of their segments.
 
         Args:
+            into: the addresses of all segments, int64 [segments, operands].
             part: index of the launch part.
-            addresses: addresses of the tensors, int64 [operands, entries].
-            numbers: the numbers that the program reads.
+            operand: index of the list among those of the part.
+            addresses: the addresses of the list's tensors.
         """
-        rows = self._rows_of[part]
-        if not len(rows):
-            return
-        columns = HEADER + WORDS * np.arange(len(addresses))
-        self.rows[rows[:, None], columns] = addresses[:, self._entries[part]].T
-        start = HEADER + WORDS * len(addresses)
-        self.rows[rows, start : start + len(numbers)] = np.array(numbers, np.float64).view(np.int64)
+        into[self._rows_of[part], operand] = np.asarray(addresses, np.int64)[self._entries[part]]

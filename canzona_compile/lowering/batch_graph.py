@@ -140,6 +140,8 @@ class Lifter:
         source: Any = node.target
         if source is aten.permute.default:
             args = (args[0], [0, *(d % ndim + 1 for d in args[1])])
+        if source in REDUCTIONS:
+            args, kwargs = args[:1], reduced(node)
         return self.graph.call_function(STACKED_PRODUCTS.get(source, source), args, kwargs)
 
 
@@ -169,6 +171,23 @@ STACKED_PRODUCTS: Mapping[Any, Any] = {
     SYM_GEMM: SYM_GEMM,  # all dims before the last two are batch dims
     GEMM_AXPBY: GEMM_AXPBY,
 }
+
+
+# Operators that reduce some dims of a matrix, or all of them if `dim` is None: on a stack, the same dims of each entry.
+REDUCTIONS = frozenset({aten.linalg_vector_norm.default, aten.sum.dim_IntList, aten.mean.dim})
+
+
+def reduced(node: fx.Node) -> dict[str, Any]:
+    """The arguments after the first one, by name, that reduce each entry of a stack as `node` reduces one entry."""
+    value = tensor_value(node.all_input_nodes[0])
+    assert value is not None
+    ndim = value.ndim
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names[1:], node.args[1:], strict=False)), **node.kwargs}
+    dims = given.get("dim")
+    each = range(ndim) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    return {**given, "dim": [d % ndim - ndim for d in each]}
 
 
 # Names, without `_` and `linalg_`, of operators that take [..., m, n] and therefore take stacks.

@@ -13,7 +13,7 @@ from canzona_compile.ir.fx_utils import pointwise, tensor_value
 from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.batched import gains
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
-from canzona_compile.lowering.batch_graph import factorization, product, starts_stack
+from canzona_compile.lowering.batch_graph import REDUCTIONS, factorization, product, starts_stack
 from canzona_compile.machine.hardware import Machine, hardware_of
 
 aten = torch.ops.aten
@@ -50,6 +50,9 @@ def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
         return negative_dims(node)
     if node.target in (aten.permute.default, PAD_CAST):
         return True
+    if node.target in REDUCTIONS:  # CUDA promises no bits of a sum, and launches cost more than they compute
+        operand = tensor_value(node.all_input_nodes[0])
+        return machine.device == "cuda" and operand is not None and operand.ndim > 0
     # A 0-d operand never widens the dtype of the result, but a stack [n, 1, 1] of such operands may.
     operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
     same = all(v.dtype == value.dtype for v in operands)

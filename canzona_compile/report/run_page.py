@@ -209,6 +209,7 @@ def memory_sentences(report: Figures) -> Sequence[str]:
         ),
         (memory.recordings, "that recordings keep: one pool, as large as the program needs that takes most"),
         (memory.tables, "of tables of kernels and of numbers, which stay"),
+        (memory.gradients, "of copies of gradients, which stay: recordings read them, since gradients are elsewhere"),
         (
             memory.first_buffers,
             "of buffers in a first step, which gave them back, besides what its own code took",

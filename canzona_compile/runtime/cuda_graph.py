@@ -1,9 +1,15 @@
 """Record a rank program as a CUDA graph, and replay it on every step that looks the same to the device.
 
-A recording keeps the addresses and the numbers that it was made with. Numbers that change from step to step lie in
-tensors instead, which every step fills (`device_scalars`). Buffers and state stay where they are. Gradients may move,
-because `zero_grad` frees them by default. So `Replay` records a program after two steps in a row with the same
-addresses, and a few times at most. If addresses keep changing, or if something cannot be recorded, the program runs
+A recording keeps the addresses and the numbers that it was made with. What changes from step to step lies in words on
+the device instead (`step_words`): numbers (`device_scalars`), and the addresses of all tensors that generated kernels
+work on. One copy per step sends the words that changed, on the caller's stream: after all that the step before it
+launched, and before all that this one launches. So a recording does not know where gradients are, which `zero_grad`
+frees by default.
+
+Operators of torch keep addresses. If gradients move that one of them reads, the program is recorded again, since they
+may have moved for good. If they move once more, the step copies them to where recordings read them
+(`gradient_copies`). Buffers and state stay where they are. `Replay` records a program after two steps in a row that
+look the same, and a few times at most. If that is not enough, or if something cannot be recorded, the program runs
 call by call. `Replay.how` says why.
 
 What is recorded are the stretches between collectives (`stretches`), one CUDA graph each. Collectives and events are
@@ -17,23 +23,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
+from canzona_compile.codegen.step_words import StepWords, even
 from canzona_compile.compat.matmul_precision import put_back_on_error
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
+from canzona_compile.ir.step import Role
 from canzona_compile.runtime.device_scalars import DeviceProgram, with_device_numbers
+from canzona_compile.runtime.gradient_copies import GradientCopies
 from canzona_compile.runtime.graph_recorder import GraphRecorder, Run
 from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.stretches import CutProgram, ProgramStretch
 
 MOST_RECORDINGS = 3
+MOST_MOVES = 1  # of gradients that operators of torch read; they are copied from the next move on
 
 
 class Recorder(Protocol):
@@ -56,11 +66,40 @@ class Recording:
 
     Attributes:
         replays: for each stretch, what replays it; None for one that launches nothing.
-        laid: for each generated kernel, by name, what its table held when the recording was made.
+        laid: for each generated kernel, by name, how its operands lay when the recording was made.
     """
 
     replays: Sequence[Run | None]
     laid: Mapping[str, Laid]
+
+
+class StepKey(NamedTuple):
+    """What a recording keeps of the step that it was made on.
+
+    Attributes:
+        places: of each input that looks tensors up, where they are, or how they lie if the words of kernels say where.
+        tensors: the addresses of hyperparameters that are tensors.
+        fixed: the numbers that operators keep.
+    """
+
+    places: tuple[Hashable, ...]
+    tensors: tuple[int, ...]
+    fixed: tuple[Any, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """What the words of kernels hold.
+
+    Attributes:
+        recording: the recording whose replay reads them.
+        places: by input, the addresses of its tensors.
+        numbers: the values of the host.
+    """
+
+    recording: Recording
+    places: dict[int, list[int]] = field(default_factory=dict)
+    numbers: list[Any] | None = None
 
 
 class Replay:
@@ -72,11 +111,13 @@ class Replay:
         entered: makes the program's streams ready; see `streams`.
         recorder: records stretches; None stands for a `GraphRecorder`.
         wanted: whether to record at all. If not, the program runs call by call.
+        gradients: the copies of gradients that all programs share, by task.
 
     Attributes:
         recordings: how many recordings were made so far.
         stopped: why the program is not recorded, or not any more; empty if it may be.
         wandered: whether it ran call by call beside recordings of its own, because its tensors were elsewhere.
+        copies: the gradients that are copied before a recording reads them.
     """
 
     def __init__(
@@ -86,22 +127,31 @@ class Replay:
         entered: Callable[[], AbstractContextManager[None]],
         recorder: Recorder | None = None,
         wanted: bool = True,
+        gradients: dict[str, Tensor] | None = None,
     ) -> None:
         self.plain, self.entered = program.module, entered
         self.recorder = recorder or GraphRecorder(device)
         self.stopped = obstacle(program) if wanted else "cuda_graphs=False"
         self.recordings = 0
         self.wandered = False
+        self.copies = GradientCopies({} if gradients is None else gradients)
         self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
+        self._moves = 0  # how often gradients have moved that operators of torch read
         inputs = list(program.inputs.values())
         self.program, self.device = program, device
         self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, ScalarInput)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
         self._numbers: dict[int, Any] | None = None  # by input, the Python numbers of the last step
         self._changing: set[str] = set()  # names of the inputs whose number has changed since the first step
-        self._known: dict[Hashable, Recording] = {}
-        self._last: Hashable = None
+        self._gradients = {
+            i: own.tasks for i, own in enumerate(inputs) if isinstance(own, Fragments) and own.role is Role.GRAD
+        }
+        self._known: dict[StepKey, Recording] = {}
+        self._last: StepKey | None = None
         self._rehearsed = False
+        self._places: dict[int, list[int]] = {}  # by input, where tensors are on this step that words tell kernels
+        self._held: Held | None = None
+        self._words: StepWords | None = None
 
     @property
     def how(self) -> str:
@@ -110,8 +160,8 @@ class Replay:
             return f"call by call: {self.stopped}"
         if not self._known:
             return (
-                "call by call, until two steps in a row have gradients in the same places, "
-                "and the same numbers where operators keep them"
+                "call by call, until two steps in a row have the same numbers where operators keep them, "
+                "and their tensors in the same places where operators of torch read them"
             )
         times = "once" if self.recordings == 1 else f"{self.recordings} times"
         count = sum(replay is not None for replay in next(iter(self._known.values())).replays)
@@ -133,28 +183,56 @@ class Replay:
             arguments: one per input of the program.
         """
         key = None if self.stopped else self._look(arguments)
+        if key is not None and self._follow(key):
+            self.copies.add({i: self._gradients[i] for i in self._moved(key)}, arguments)
+            self.forget()
+            self._tried = 0
+            key = self._look(arguments)
         if key is None:
             self._plainly(arguments)
             return
-        if key in self._known and self._resume(self._known[key].laid):
-            self._fill()
+        if key in self._known and self._resume(self._known[key]):
+            given = self.copies.fill(arguments)
             with self.entered():
-                self._cut.replay([*arguments, *self._values], self._known[key].replays)
+                self._cut.replay([*given, *self._values], self._known[key].replays)
             return
         if key != self._last:
             self._last, self._rehearsed = key, False
             self.wandered |= bool(self._known)
             if self._tried == MOST_RECORDINGS:
-                self._stop("gradients are elsewhere every few steps, or a number changes that an operator keeps")
+                self._stop("its tensors are elsewhere every few steps, or a number changes that an operator keeps")
             self._plainly(arguments)
             return
+        self._lay()
         self._fill()
+        self._held = None
+        given = self.copies.fill(arguments)
         if not self._rehearsed:
             self._rehearsed = True
             with self.entered():
-                self._cut.run([*arguments, *self._values], self._rehearse)
+                self._cut.run([*given, *self._values], self._rehearse)
             return
-        self._record(key, arguments)
+        self._record(key, given)
+
+    def _follow(self, key: StepKey) -> bool:
+        """Learn whether gradients have moved that operators of torch read.
+
+        Returns:
+            Whether to copy those that have, from now on.
+        """
+        if key == self._last or key in self._known or not self._moved(key):
+            return False
+        self._moves += 1
+        return self._moves > MOST_MOVES
+
+    def _moved(self, key: StepKey) -> set[int]:
+        """The inputs that are elsewhere than on the step before, if these are gradients and all else is as it was."""
+        last = self._last
+        if last is None or (key.tensors, key.fixed) != (last.tensors, last.fixed):
+            return set()
+        pairs = zip(self._moving, key.places, last.places, strict=True)
+        found = {i for i, own, before in pairs if own != before}
+        return found if found <= self._gradients.keys() and not any(map(self._listed, found)) else set()
 
     def _rehearse(self, stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run a stretch where it will be recorded."""
@@ -162,7 +240,7 @@ class Replay:
         self.recorder.rehearse(lambda: found.append(stretch.module(*inputs)), stretch.stream)
         return found[0]
 
-    def _record(self, key: Hashable, arguments: Sequence[Any]) -> None:
+    def _record(self, key: StepKey, arguments: Sequence[Any]) -> None:
         """Run the program once more, and record each stretch before it runs.
 
         A stretch that cannot be recorded runs call by call, as do those after it, and no recording is kept.
@@ -182,9 +260,7 @@ class Replay:
             except Exception as error:  # from the device or from Triton; nothing was executed
                 problem = (str(error) or repr(error)).splitlines()[0]
                 return stretch.module(*inputs)  # type: ignore[no-any-return]
-            for kernel in stretch.module.children():
-                if isinstance(kernel, GroupedKernel):
-                    kernel.flush()
+            self._flush(stretch)
             replay()
             replays.append(replay)
             return found[0]
@@ -196,34 +272,67 @@ class Replay:
             return
         self.recordings += 1
         self._tried += 1
-        kernels = {name: self._kernel(name) for name in self._split.tables}
-        laid = {name: k.laid() for name, k in kernels.items() if k.table is not None}
-        self._known[key] = Recording(replays, laid)
+        self._known[key] = Recording(replays, {name: kernel.laid() for name, kernel in self._kernels.items()})
 
-    def _kernel(self, name: str) -> GroupedKernel:
-        """The generated kernel of this name."""
-        kernel = self._split.module.get_submodule(name)
-        assert isinstance(kernel, GroupedKernel)
-        return kernel
+    def _flush(self, stretch: ProgramStretch) -> None:
+        """Send what generated kernels noted while a stretch was recorded, when nothing could be sent."""
+        for kernel in stretch.module.children():
+            if isinstance(kernel, GroupedKernel):
+                kernel.flush()
 
-    def _resume(self, laid: Mapping[str, Laid]) -> bool:
-        """Restore the tables of generated kernels to what a recording was made with, with the numbers of this step.
+    def _lay(self) -> None:
+        """Put the numbers on the device and the words of all generated kernels in one place, if they are not yet.
 
-        Args:
-            laid: from the recording.
+        Numbers come first: where they alone change, the words to send are few.
+        """
+        words = self._words
+        if words is not None and all(kernel.words is words for kernel in self._kernels.values()):
+            return
+        self._known.clear()
+        single = [i for i, kind in enumerate(self._split.kinds) if kind == "device"]
+        rooms = [kernel.room for kernel in self._kernels.values()]
+        count = even(DeviceNumber.WORDS * len(single))
+        addresses = count + sum(numbers for numbers, _ in rooms)
+        words = StepWords(addresses + sum(own for _, own in rooms), self.device)
+        self._words = words
+        for number, i in enumerate(single):
+            self._values[i] = DeviceNumber(words, DeviceNumber.WORDS * number)
+        for kernel, (numbers, own) in zip(self._kernels.values(), rooms, strict=True):
+            kernel.attach(words, count, addresses)
+            count, addresses = count + numbers, addresses + own
+
+    def _resume(self, recording: Recording) -> bool:
+        """Send the numbers of this step, and where the tensors are that generated kernels work on.
 
         Returns:
-            Whether all tables could be restored. If not, all recordings are dropped.
+            Whether the recording can be replayed. If a table was built again since it was made, it cannot, and all
+            recordings are dropped.
         """
-        for name, own in laid.items():
-            numbers = [[self._values[i] for i in part] for part in self._split.tables[name]]
-            if not self._kernel(name).resume(own, numbers):
+        held = self._held
+        for name, laid in recording.laid.items():
+            kernel = self._kernels[name]
+            if kernel.table is not laid.table or (
+                (held is None or held.recording is not recording) and not kernel.resume(laid)
+            ):
                 self.forget()
                 return False
+        if held is None or held.recording is not recording:
+            held = self._held = Held(recording)
+        for i, addresses in self._places.items():
+            if held.places.get(i) != addresses:
+                held.places[i] = addresses
+                for name, part, operand in self._columns[i]:
+                    self._kernels[name].place(part, operand, addresses)
+        if held.numbers != self._wanted:
+            held.numbers = self._wanted
+            for name in recording.laid:
+                self._kernels[name].number([self._wanted[i] for part in self._split.tables[name] for i in part])
+        self._fill()
         return True
 
     def _plainly(self, arguments: Sequence[Any]) -> None:
         """Run the program as it was emitted, call by call."""
+        self._held = None
         with self.entered():
             self.plain(*arguments)
 
@@ -240,17 +349,17 @@ class Replay:
     def forget(self) -> None:
         """Drop all recordings."""
         self._known.clear()
-        self._last = None
+        self._last = self._held = None
 
-    def _look(self, arguments: Sequence[Any]) -> Hashable | None:
+    def _look(self, arguments: Sequence[Any]) -> StepKey | None:
         """Compute the numbers of this step, and find what a recording of it would keep.
 
         Args:
             arguments: one per input of the program.
 
         Returns:
-            The addresses, and the numbers that operators keep. None if a tensor is on the CPU: work on that tensor
-            would happen only once, while the recording is made.
+            What it would keep. None if a tensor is on the CPU: work on that tensor would happen only once, while the
+            recording is made.
         """
         given = {i: arguments[i] for i in self._hypers}
         tensors = {i: value for i, value in given.items() if isinstance(value, Tensor)}
@@ -265,31 +374,58 @@ class Replay:
         if self._numbers is None or numbers.keys() != before.keys() or self._changing & self._split.movable:
             self._prepare([names[i] for i in numbers])
         self._numbers = numbers
-        self._wanted = self._split.host(*numbers.values())
+        self._wanted = list(self._split.host(*numbers.values()))
         fixed = []
         for i, (value, kind) in enumerate(zip(self._wanted, self._split.kinds, strict=True)):
             if kind != "device":
                 self._values[i] = value
             if kind == "kept":
                 fixed.append(value)
-        places = tuple((t.data_ptr(), t.stride()) for t in moving)
-        return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
+        self._places = {}
+        places = tuple(self._place(i, arguments[i]) for i in self._moving)
+        return StepKey(places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed))
+
+    def _place(self, i: int, tensors: Sequence[Tensor]) -> Hashable:
+        """What a recording keeps of where the tensors of an input are."""
+        if i in self.copies.copies:
+            return None
+        addresses = [t.data_ptr() for t in tensors]
+        strides = tuple(t.stride() for t in tensors)
+        if not self._listed(i):
+            return tuple(addresses), strides
+        self._places[i] = addresses
+        return tuple(address % 16 for address in addresses), strides
+
+    def _listed(self, i: int) -> bool:
+        """Whether kernels take the addresses of an input from words. A kernel that copies odd fragments does not."""
+        return i in self._split.listed and not any(self._kernels[name].odd for name, _, _ in self._columns[i])
 
     def _prepare(self, numbers: list[str]) -> None:
         """Choose again which numbers lie on the device, and drop all recordings."""
         self._split = with_device_numbers(self.program, numbers, self._changing)
         self._cut = CutProgram(self._split.module)
-        self._values: list[Any] = [
-            DeviceNumber(self.device) if kind == "device" else None for kind in self._split.kinds
-        ]
+        self._values: list[Any] = [None for _ in self._split.kinds]
+        self._words = None
+        self._kernels: dict[str, GroupedKernel] = {}
+        self._columns: dict[int, list[tuple[str, int, int]]] = {i: [] for i in self._moving}
+        for name, parts in self._split.lists.items():
+            kernel = self._split.module.get_submodule(name)
+            assert isinstance(kernel, GroupedKernel)
+            self._kernels[name] = kernel
+            for part, lists in enumerate(parts):
+                for operand, i in enumerate(lists):
+                    if i in self._columns:
+                        self._columns[i].append((name, part, operand))
         self.forget()
         self._tried = 0
 
     def _fill(self) -> None:
-        """Write the numbers of this step to the device, on the caller's stream."""
+        """Send the numbers of this step, and all other words that changed, on the caller's stream."""
         for value, wanted in zip(self._values, self._wanted, strict=True):
             if isinstance(value, DeviceNumber):
                 value.fill(wanted)
+        if self._words is not None:
+            self._words.send()
 
 
 def obstacle(program: Program) -> str:

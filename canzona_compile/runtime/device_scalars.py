@@ -40,6 +40,9 @@ class DeviceProgram:
             `DeviceNumber`, all others as they are. The module does not read the numbers among the program's inputs.
         kinds: the kind of each value of `host`.
         tables: for each generated kernel, by name, and for each of its parts, the indices of the values that it reads.
+        lists: for each generated kernel, by name, and for each of its parts, the index of the program's input that
+            each list of tensors is; None for lists that the program computes.
+        listed: the indices of the inputs that nothing but generated kernels reads or writes.
         movable: the names of inputs from which a value of kind "kept" comes that could be of kind "device". If such an
             input changes, the program should be split again.
     """
@@ -48,6 +51,8 @@ class DeviceProgram:
     module: fx.GraphModule
     kinds: tuple[ScalarKind, ...]
     tables: Mapping[str, tuple[tuple[int, ...], ...]]
+    lists: Mapping[str, tuple[tuple[int | None, ...], ...]]
+    listed: frozenset[int]
     movable: frozenset[str]
 
 
@@ -123,7 +128,7 @@ class _Splitter:
         kinds = tuple(kind for _, kind in self.values)
         host = fx.GraphModule(torch.nn.Module(), self.host, class_name="HostNumbers")
         module = fx.GraphModule(self.root, self.graph, class_name="DeviceProgram")
-        return DeviceProgram(host, module, kinds, self.tables(), self.movable)
+        return DeviceProgram(host, module, kinds, self.tables(), *self.operands(), self.movable)
 
     def kernel(self, node: fx.Node, kernel: GroupedKernel, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Write the call of a generated kernel. The host computes its numbers.
@@ -146,11 +151,25 @@ class _Splitter:
     def tables(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Find which values each generated kernel reads; see `DeviceProgram.tables`."""
         place = {node: i for i, node in enumerate(self.values.values())}
-        found: dict[str, tuple[tuple[int, ...], ...]] = {}
-        for node in self.graph.nodes:
-            if node.op == "call_module" and isinstance(self.root.get_submodule(str(node.target)), GroupedKernel):
-                found[str(node.target)] = tuple(tuple(place[n] for n in numbers) for _, numbers in node.args)
-        return found
+        return {
+            str(node.target): tuple(tuple(place[n] for n in numbers) for _, numbers in node.args)
+            for node in self.graph.nodes
+            if self.runs_kernel(node)
+        }
+
+    def operands(self) -> tuple[dict[str, tuple[tuple[int | None, ...], ...]], frozenset[int]]:
+        """Find the tensors that generated kernels work on; see `DeviceProgram.lists` and `DeviceProgram.listed`."""
+        inputs = {node: i for i, node in enumerate(placeholders(self.graph))}
+        found = {
+            str(node.target): tuple(tuple(inputs.get(n) for n in lists) for lists, _ in node.args)
+            for node in self.graph.nodes
+            if self.runs_kernel(node)
+        }
+        return found, frozenset(i for node, i in inputs.items() if all(map(self.runs_kernel, node.users)))
+
+    def runs_kernel(self, node: fx.Node) -> bool:
+        """Whether a node of the new program calls a generated kernel."""
+        return node.op == "call_module" and isinstance(self.root.get_submodule(str(node.target)), GroupedKernel)
 
     def call(self, node: fx.Node, new: Mapping[fx.Node, fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Write a call that has numbers among its arguments: of a module, or of a loop that calls one for each task.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.codegen.step_words import StepWords
 from canzona_compile.compat.torch_private import FakeTensorMode, TorchDispatchMode
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import placeholders
@@ -100,14 +101,16 @@ def _predicted(step: Step, rank: int, recorded: DeviceProgram | None) -> Program
             walk = FakeWalk(step.program.module)
             walk.run(*given)
         if recorded is None:
-            return ProgramMemory(live.most, {}, walk.tables)
+            return ProgramMemory(live.most, {}, walk.tables + sum(map(blocks, walk.words)))
         numbers = [NUMBER for _ in placeholders(recorded.host.graph)]
-        on_device = {i: DeviceNumber(torch.device("cpu")) for i, kind in enumerate(recorded.kinds) if kind == "device"}
+        words = StepWords(DeviceNumber.WORDS * len(recorded.kinds), torch.device("cpu"))
+        kinds = enumerate(recorded.kinds)
+        on_device = {i: DeviceNumber(words, DeviceNumber.WORDS * i) for i, kind in kinds if kind == "device"}
         given += [on_device.get(i, value) for i, value in enumerate(recorded.host(*numbers))]
-        with LiveBytes([given, [(n.single, n.double) for n in on_device.values()]]) as cut:
+        with LiveBytes([given, words.memory]) as cut:
             CutProgram(recorded.module).run(given, cut.launch, lambda node, values: None)
         # Stretches run call by call once before they are recorded.
-        tables = walk.tables + len(on_device) * 2 * BLOCK
+        tables = walk.tables + blocks(sum(walk.words) + len(on_device) * DeviceNumber.WORDS * 8)
         return ProgramMemory(max(live.most, cut.most), dict(cut.most_on), tables)
 
 
@@ -216,9 +219,13 @@ class FakeWalk(fx.Interpreter):
 
     Attributes:
         tables: the bytes of the tables of generated kernels so far.
+        words: for each of these kernels, the bytes of its addresses and numbers.
     """
 
-    tables = 0
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.tables = 0
+        self.words: list[int] = []
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -239,7 +246,9 @@ class FakeWalk(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         own = self.fetch_attr(target)
         if isinstance(own, GroupedKernel):
-            self.tables += sum(map(blocks, own.table_bytes(args)))
+            found = own.table_bytes(args)
+            self.tables += blocks(found.rows) + blocks(found.blocks)
+            self.words.append(found.words)
             return None
         return (
             FakeWalk(own).run(*args) if isinstance(own, fx.GraphModule) else super().call_module(target, args, kwargs)

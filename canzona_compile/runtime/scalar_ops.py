@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from canzona_compile.codegen.step_words import StepWords
 from canzona_compile.ir import program_ops
 from canzona_compile.kernels import gemm_axpby as axpby_kernel
 from canzona_compile.kernels import sym_gemm as sym_kernel
@@ -24,25 +26,30 @@ aten = torch.ops.aten
 
 
 class DeviceNumber:
-    """A number in two 0-d tensors on a device, one float32 and one float64.
+    """A number in two 0-d tensors on a device, one float32 and one float64, each in a word of its own.
+
+    Args:
+        words: the words.
+        first: the first of the two words.
 
     Attributes:
         single: the float32 tensor.
         double: the float64 tensor.
-        value: the value of both; None before the first `fill`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.single = torch.zeros((), dtype=torch.float32, device=device)
-        self.double = torch.zeros((), dtype=torch.float64, device=device)
-        self.value: float | None = None
+    WORDS = 2
+
+    def __init__(self, words: StepWords, first: int) -> None:
+        self.double = words.memory[first : first + 1].view(torch.float64)[0]
+        self.single = words.memory[first + 1 : first + 2].view(torch.float32)[0]
+        self._double = words.wanted[first : first + 1].view(np.float64)
+        self._single = words.wanted[first + 1 : first + 2].view(np.float32)[:1]
 
     def fill(self, value: float) -> None:
-        """Write a value to both tensors on the current stream. Nothing is launched if they hold it already."""
-        if value != self.value:
-            self.single.fill_(value)
-            self.double.fill_(value)
-            self.value = value
+        """Let both tensors have a value once the words are sent."""
+        self._double[0] = value
+        with np.errstate(over="ignore"):
+            self._single[0] = value
 
     def beside(self, tensor: Tensor) -> Tensor:
         """Return the 0-d tensor whose precision fits arithmetic with `tensor`: float64 for float64, else float32."""

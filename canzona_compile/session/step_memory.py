@@ -23,6 +23,7 @@ class StepMemory:
         tables: of tables of generated kernels and of numbers on the device, which stay.
         recordings: of the pool of all recordings, which keeps them as long as there is any.
         values: the most bytes of computed values of a program that runs call by call. It gives them back.
+        gradients: of copies of gradients that recordings read, which stay. There are none before gradients have moved.
         most: the most bytes that are held at one time, first steps left aside.
         first_buffers: of the buffers of first steps, which gave them back. What the optimizer's own code takes there
             comes beside them.
@@ -32,18 +33,20 @@ class StepMemory:
     tables: int = 0
     recordings: int = 0
     values: int = 0
+    gradients: int = 0
     most: int = 0
     first_buffers: int = 0
 
 
 def one_after_the_other(one: StepMemory, two: StepMemory) -> StepMemory:
     """The memory of two optimizers that step one after the other. What each keeps between steps is there twice."""
-    kept = (one.buffers + one.tables, two.buffers + two.tables)
+    kept = (one.buffers + one.tables + one.gradients, two.buffers + two.tables + two.gradients)
     return StepMemory(
         one.buffers + two.buffers,
         one.tables + two.tables,
         one.recordings + two.recordings,
         max(one.values, two.values),
+        one.gradients + two.gradients,
         max(one.most + kept[1] + two.recordings, two.most + kept[0] + one.recordings),
         max(one.first_buffers, two.first_buffers),
     )
@@ -65,7 +68,7 @@ def step_memory(programs: ProgramCache, rank: int, first_buffers: int = 0) -> St
     """
     buffers = sum(map(blocks, programs.buffer_sizes))
     predicted = {p: memory_on_cuda(p, rank) for p in programs if p.executor.replay is not None}
-    tables = sum(own.tables for own in predicted.values())
+    tables, gradients = sum(own.tables for own in predicted.values()), sum(map(blocks, programs.gradient_sizes))
     recordings = pool_of(predicted.values())
     beside = [recordings]
     for program, own in predicted.items():
@@ -73,7 +76,8 @@ def step_memory(programs: ProgramCache, rank: int, first_buffers: int = 0) -> St
         others = (m for p, m in predicted.items() if p is not program or (replay is not None and replay.wandered))
         beside.append(pool_of(others) + own.values)
     values = max((own.values for own in predicted.values()), default=0)
-    return StepMemory(buffers, tables, recordings, values, buffers + tables + max(beside), first_buffers)
+    most = buffers + tables + gradients + max(beside)
+    return StepMemory(buffers, tables, recordings, values, gradients, most, first_buffers)
 
 
 def memory_on_cuda(program: BoundProgram, rank: int) -> ProgramMemory:

@@ -122,6 +122,8 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
             signature={
                 "segments": "*i32",
                 "rows": "*i64",
+                "addresses": "*i64",
+                "numbers": "*i64",
                 "tiles": "i32",
                 "WIDTH": "constexpr",
                 "BLOCK": "constexpr",

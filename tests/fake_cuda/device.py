@@ -114,6 +114,7 @@ class FakeDevice:
         self.launches: Counter[str] = Counter()  # of work that was put on a stream, by name
         self.shown = False  # whether parameters say that they lie here, see `model_on_device`
         self.state: list[Any] = []  # of optimizers; as long as a tensor is in it, its memory is not used anew
+        self.copied: list[int] = []  # the bytes of each copy from the host
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 

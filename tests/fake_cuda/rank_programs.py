@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 import canzona_compile.passes
+from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Role, Step
@@ -108,11 +109,15 @@ class ProgramRun:
         program: the program.
         tensors: its leaves.
         cuda_graphs: whether it may be recorded.
+        moving: whether gradients are elsewhere on every step.
     """
 
-    def __init__(self, program: Program, tensors: RankTensors, cuda_graphs: bool) -> None:
+    def __init__(self, program: Program, tensors: RankTensors, cuda_graphs: bool, moving: bool = False) -> None:
         sources = Sources(torch.device("cpu"), Groups(), mock.Mock(), tensors, tensors, mock.Mock())
-        self.tensors = tensors
+        self.tensors, self.moving = tensors, moving
+        for module in program.module.modules():
+            if isinstance(module, GroupedKernel):
+                module.table = None  # what it sent was to the device of another run, which may not have come to it
         self.executor = DeviceExecutor(program, sources, SharedSlots(), cuda_graphs)
         self.executor.arguments()  # makes all leaves
         self.first = {key: value.clone() for key, value in tensors.leaves.items()}
@@ -122,6 +127,9 @@ class ProgramRun:
         tensors = self.tensors
         tensors.at = at
         for key in sorted(tensors.gradients):
+            if self.moving:
+                tensors.leaves[key] = torch.full_like(self.first[key], float("nan"))
+                current_device().graveyard.append(tensors.leaves[key])
             write(tensors.leaves[key], self.first[key] * (1 + at))
         self.executor.run()
         for key in sorted(tensors.gradients):
@@ -153,6 +161,7 @@ def run_programs(
     count: int = 5,
     number_of: Callable[[str, int], float] = steady,
     cuda_graphs: bool = True,
+    moving: bool = False,
 ) -> list[dict[tuple[str, str], Tensor]]:
     """Run the programs some times.
 
@@ -163,6 +172,7 @@ def run_programs(
         count: how many steps to take.
         number_of: finds a number by its name and the number of the step.
         cuda_graphs: whether programs may be recorded.
+        moving: whether gradients are elsewhere on every step.
 
     Returns:
         The leaves of each rank, without gradients, as the caller's stream finds them at the end.
@@ -172,7 +182,7 @@ def run_programs(
         program: Program = steps[rank].program
         if plant is not None:
             program = planted(program, plant)
-        made = ProgramRun(program, RankTensors(steps[rank], rank, number_of), cuda_graphs)
+        made = ProgramRun(program, RankTensors(steps[rank], rank, number_of), cuda_graphs, moving)
         for at in range(count):
             made.step(at)
         look()

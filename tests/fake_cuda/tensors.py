@@ -121,12 +121,13 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     targets = [x for a, w in zip(args, writes, strict=False) if w for x in pytree.tree_leaves(a)]
     if name in READS or name in WAITS or any(not isinstance(t, DeviceTensor) for t in targets):
         device.finish(device.current)
-    if any(h.ndim for h in hosts) and not (kwargs.get("non_blocking") or args[2:3] == (True,)):
-        device.finish(device.current)  # torch copies it, an index too, and waits for that unless it is told not to
+    if name == "copy_" and hosts and ours:
+        device.copied.append(sum(h.nbytes for h in hosts))
+    quiet = (kwargs.get("non_blocking") or args[2:3] == (True,)) and all(map(is_pinned, hosts))
+    if hosts and (name == "copy_" or any(h.ndim for h in hosts)) and not quiet:
+        device.finish(device.current)  # torch copies it, an index too, and waits unless it is pinned and told not to
     with plainly():
-        inner_args, inner_kwargs = pytree.tree_map_only(
-            Tensor, lambda t: t.inner if isinstance(t, DeviceTensor) else t.clone(), (args, kwargs)
-        )
+        inner_args, inner_kwargs = pytree.tree_map_only(Tensor, seen_later, (args, kwargs))
         if name in READS:
             return func(*inner_args, **inner_kwargs)
         if targets:
@@ -149,6 +150,19 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
 
     device.put(name, work)
     return result
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether a tensor on the CPU was made by `pin_memory`."""
+    return bool(getattr(tensor, "pinned", False))
+
+
+def seen_later(tensor: Tensor) -> Tensor:
+    """What the device finds in an operand when its turn comes: pinned memory as it will be then, other memory of the
+    host as it is now."""
+    if isinstance(tensor, DeviceTensor):
+        return tensor.inner
+    return tensor if is_pinned(tensor) else tensor.clone()
 
 
 def placed(device: FakeDevice, like: Tensor) -> DeviceTensor:
@@ -179,14 +193,20 @@ class CallsForDevice(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "pin_memory":
             with plainly():
-                return args[0].clone()
+                made = args[0].clone()
+            made.pinned = True
+            return made
         if name == "to" and any(isinstance(a, torch.device) and a.type == "cuda" for a in args[1:]):
             return arrived(args[0], kwargs.get("non_blocking", False))
         if kwargs.get("device") is None:
             return func(*args, **kwargs)
         wanted, kwargs["device"] = torch.device(kwargs["device"]), torch.device("cpu")
         if wanted.type != "cuda":
-            return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
+            pinned = kwargs.pop("pin_memory", False)
+            made = func(*args, **kwargs)
+            if pinned:
+                made.pinned = True
+            return made
         own = current_device().index
         index = torch.cuda.current_device() if wanted.index is None else wanted.index
         if index != own:

@@ -13,19 +13,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import fx
 
 from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.codegen.step_words import StepWords
 from canzona_compile.ir.program_ops import finish, keep, on_stream, record, start_all_to_all, wait
 from canzona_compile.ir.step import Step
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
 from canzona_compile.runtime import stretches, waiter
 from canzona_compile.runtime.cuda_graph import Replay
+from canzona_compile.runtime.gradient_copies import GradientCopies
 from canzona_compile.runtime.graph_recorder import GraphRecorder
 from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.streams import CudaStreams, stream_named
 from tests.fake_cuda.rank_programs import emitted_on, falling, run_programs, same, steady
 from tests.fake_cuda.scheduler import DeviceError
+from tests.fake_cuda.tensors import plainly
 from tests.harness.marks import crossed, first
 
 SEEDS = range(50)
@@ -40,6 +44,7 @@ class Setting:
     kernels: bool = False
     changing: bool = False
     cuda_graphs: bool = True
+    moving: bool = False
     name: str = "muon"
     options: tuple[tuple[str, Any], ...] = (("micro_groups", 4),)
 
@@ -52,12 +57,17 @@ def programs(setting: Setting) -> list[Step]:
 def outcome(setting: Setting, seed: int | None, plant: Any = None) -> Any:
     number_of = falling if setting.changing else steady
     steps = programs(setting)
-    count = 5 if setting.cuda_graphs else 2  # the third step is recorded, later ones replay
-    return run_programs(steps, seed, plant, count, number_of, setting.cuda_graphs)
+    # The third step is recorded, later ones replay; where gradients are copied once they have moved twice, the fifth.
+    count = 2 if not setting.cuda_graphs else 7 if setting.moving and not setting.kernels else 5
+    return run_programs(steps, seed, plant, count, number_of, setting.cuda_graphs, setting.moving)
 
 
 @cache
 def right(setting: Setting) -> Any:
+    """What the programs give if each piece of work is done at once, and gradients stay where they are."""
+    if setting.moving:
+        steps, number_of = programs(setting), falling if setting.changing else steady
+        return run_programs(steps, None, None, 5 if setting.kernels else 7, number_of)
     return outcome(setting, None)
 
 
@@ -125,7 +135,8 @@ def test_every_keep_is_needed(name: str, graphs: bool) -> None:
 
 
 def test_right_programs_pass() -> None:
-    for setting in (Setting(cuda_graphs=False), Setting((2, 1), changing=True)):
+    settings = Setting(cuda_graphs=False), Setting((2, 1), changing=True), *(own for own, _ in MOVING.values())
+    for setting in dict.fromkeys(settings):
         for seed in range(2):
             found = outcome(setting, seed)
             assert same(found, right(setting)), seed
@@ -180,6 +191,59 @@ def joined(forks: bool, joins: bool) -> Iterator[None]:
         yield
 
 
+def numbers_of_first_steps(kernel: GroupedKernel, values: Any, real: Any = GroupedKernel.number) -> None:
+    if kernel.launches < 3:
+        real(kernel, values)
+
+
+WORDS = Setting((1, 1), kernels=True, changing=True, moving=True, options=())
+COPIES = Setting((1, 1), changing=True, moving=True, options=())
+
+
+def where_they_were(replay: Replay, i: int, tensors: Any, real: Any = Replay._place) -> Any:
+    """Look where tensors are, and do not tell kernels."""
+    found = real(replay, i, tensors)
+    replay._places.pop(i, None)
+    return found
+
+
+def early(real: Any) -> Any:
+    """A copy that does not wait for what the step before it launched."""
+
+    def sent(*args: Any) -> Any:
+        with torch.cuda.stream(stream_named("early", 0)):
+            return real(*args)
+
+    return sent
+
+
+def send_from_one_place(words: StepWords, first: int = 0, last: int | None = None) -> None:
+    """Send all words from memory that the next step writes to, although the copy may not have happened yet."""
+    if words.changed(first, last) is None:
+        return
+    if not hasattr(words, "pinned"):
+        words.pinned = torch.from_numpy(words.wanted).pin_memory()  # type: ignore[attr-defined]
+    with plainly():
+        words.pinned.copy_(torch.from_numpy(words.wanted))  # type: ignore[attr-defined]
+    words.memory.copy_(words.pinned, non_blocking=True)  # type: ignore[attr-defined]
+    words._sent[:] = words.wanted
+
+
+MOVING: dict[str, tuple[Setting, Mistake]] = {
+    "kernels are not told where gradients are": (WORDS, replaced(Replay, "_place", where_they_were)),
+    "words are sent while the step before reads them": (WORDS, replaced(Replay, "_resume", early(Replay._resume))),
+    "words are sent from memory that is written again": (WORDS, replaced(StepWords, "send", send_from_one_place)),
+    "gradients are not copied": (
+        COPIES,
+        replaced(
+            GradientCopies, "fill", lambda own, given: [own.copies.get(i, value) for i, value in enumerate(given)]
+        ),
+    ),
+    "gradients are copied while the step before reads them": (
+        COPIES,
+        replaced(GradientCopies, "fill", early(GradientCopies.fill)),
+    ),
+}
 CONNECTING_LESS = tuple(c for c in stretches.CONNECTING if c not in (start_all_to_all, finish))
 MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     "no wait for collectives": (Setting(cuda_graphs=False), replaced(waiter.Waiter, "wait", nothing)),
@@ -188,15 +252,15 @@ MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     "numbers are not filled": (Setting(changing=True), replaced(Replay, "_fill", nothing)),
     "half of a number is filled": (
         Setting(changing=True),
-        replaced(DeviceNumber, "fill", lambda number, value: number.double.fill_(value)),
+        replaced(DeviceNumber, "fill", lambda number, value: number._double.fill(value)),
     ),
-    "tables are not refreshed before a replay": (
+    "numbers of kernels are not written before a replay": (
         Setting((1, 1), kernels=True, changing=True, options=()),
-        replaced(GroupedKernel, "resume", lambda kernel, laid, numbers: True),
+        replaced(GroupedKernel, "number", numbers_of_first_steps),
     ),
-    "tables are not sent after a recording": (
+    "words are not sent after a recording": (
         Setting((1, 1), kernels=True, changing=True, options=()),
-        replaced(GroupedKernel, "flush", nothing),
+        replaced(Replay, "_flush", nothing),
     ),
     "collectives are recorded": (Setting(), replaced(stretches, "CONNECTING", CONNECTING_LESS)),
     "a recording does not fork": (
@@ -206,9 +270,10 @@ MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     "a rehearsal does not fork": (Setting((1, 1), options=()), lambda: joined(False, True)),
     "a rehearsal does not join": (Setting((1, 1), options=()), lambda: joined(True, False)),
 }
+MISTAKES |= MOVING
 
 
-@pytest.mark.parametrize("mistake", first(MISTAKES, 6))
+@pytest.mark.parametrize("mistake", [*first([m for m in MISTAKES if m not in MOVING], 6), *MOVING])
 def test_mistakes_in_the_runtime_are_found(mistake: str) -> None:
     setting, patch = MISTAKES[mistake]
     right(setting)

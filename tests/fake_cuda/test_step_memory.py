@@ -96,16 +96,34 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "gradients are missing": {"name": "muon", "case": Case("ddp", (2,)), "steps": 10, "missing": GAPS},
     "soap, and gradients are missing": {"name": "soap", "case": ALONE, "steps": 12, "missing": {7: (1,)}},
     "gradients move late": {"name": "muon", "case": TWO, "steps": 8, "moving": lambda rank, step: step == 5},
+    "gradients move always": {"name": "muon", "case": TWO, "steps": 8, "moving": lambda rank, step: True},
+    "soap, and gradients move always": {
+        "name": "soap",
+        "case": ALONE,
+        "steps": 14,
+        "moving": lambda rank, step: True,
+    },
+    "kernels, and gradients move always": {
+        "name": "muon",
+        "case": TWO,
+        "steps": 7,
+        "kernels": True,
+        "moving": lambda rank, step: True,
+    },
     "another plan": {"name": "muon", "case": TWO, "steps": 9, "edits": {4: reloading}},
 }
 
 
-@pytest.mark.parametrize("training", first(TRAININGS))
+COPYING = ("gradients move always", "soap, and gradients move always")
+
+
+@pytest.mark.parametrize("training", [*first([t for t in TRAININGS if t not in COPYING]), COPYING[0]])
 def test_steps_hold_what_reports_say(training: str) -> None:
     for own in watched(**TRAININGS[training]).values():
         last = own[-1].said
         assert 0.95 * last.most <= max(step.most for step in own) <= 1.05 * last.most
-        kept = last.buffers + last.tables + last.recordings
+        kept = last.buffers + last.tables + last.recordings + last.gradients
+        assert (last.gradients > 0) == (training in COPYING)
         assert 0.95 * kept <= own[-1].held <= 1.05 * kept
 
 

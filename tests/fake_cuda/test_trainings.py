@@ -50,8 +50,12 @@ def measure(optimizer: Any) -> None:
         optimizer.canzona.session.measuring.clock = StepClock(torch.device("cuda", current_device().index))
 
 
+# A scheduler: another rate for each step.
+RATES = {step: rate(0.05 / (1 + step)) for step in range(1, 9)}
 SCRIPTS: dict[str, dict[str, Any]] = {
-    "one rank records": {"moving": lambda rank, step: rank == 1, "steps": 7},
+    "one rank copies": {"moving": lambda rank, step: rank == 1, "steps": 7},
+    "default loop": {"moving": lambda rank, step: True, "edits": RATES, "steps": 9},
+    "default loop, with kernels": {"moving": lambda rank, step: True, "edits": RATES, "steps": 7, "kernels": True},
     "rates": {"edits": {3: rate(0.02), 5: rate(0.01)}, "steps": 8},
     "missing gradients and a reload": {"missing": {2: (1,), 3: (1,)}, "edits": {5: reload}, "steps": 9},
     "three micro-groups": {"options": {"micro_groups": 3, "strategy": "owner"}, "steps": 7},
@@ -71,8 +75,6 @@ def test_bits_of_the_plain_optimizer(name: str, case: Case, script: str, seeds: 
         if name == "muon":  # the others decompose, and torch looks at error codes
             assert all(result.waits == 0 for result in results)
             assert "recorded once" in results[0].how[-1]
-        if script == "one rank records":  # gradients of rank 1 are elsewhere on every step
-            assert all("call by call" in result.how[-1] for result in results[1:2])
 
 
 # Symmetric products of ours, which CUDA takes, round otherwise than plain ones: a bit of bfloat16 in Muon's updates of
@@ -144,6 +146,24 @@ def test_measured_steps(seed: int) -> None:
                 assert all(s.start <= s.end for s in spans)
                 assert all(a.end <= b.start for a, b in pairwise(spans))
             assert 0 < taken.exposed <= taken.seconds
+
+
+@pytest.mark.parametrize("kernels", [True, *also([False])])
+@pytest.mark.parametrize("seed", [0, *also([1, 2])])
+def test_the_default_training_loop_is_replayed(kernels: bool, seed: int) -> None:
+    """`zero_grad(set_to_none=True)` and a rate for each step: every step from then on is a replay, and the only copy
+    from the host has what changed."""
+    script = Script("muon", CASES[0], 9, RATES, moving=lambda rank, step: True, kernels=kernels)
+    begun = 3 if kernels else 5  # the step that records; operators of torch read gradients once these have moved twice
+    results = run_script(script, seed)
+    assert wrong(results) == []
+    for result in results:
+        assert result.waits == 0
+        assert all(how.endswith("recorded once") for how in result.how[begun + 1 :])
+        # Two words for each of the five numbers on the device, or a number of both kinds of matrices in two kernels and
+        # the addresses of up to five operands of five matrices.
+        assert all(len(sizes) == 1 and sizes[0] <= 8 * 30 for sizes in result.copied[begun + 1 :]), result.copied
+        assert result.steady == STREAMS | {"CUDAGraph.replay": 4 if kernels else 6, "set_stream": 5 if kernels else 7}
 
 
 STREAMS = {"current_stream": 1, "set_stream": 5}

@@ -83,6 +83,7 @@ class RankResult:
         how: after each step, how its program runs.
         waits: how often it waited for the device.
         steady: its calls of `torch.cuda` in the last step, by name.
+        copied: for each step, the bytes of each copy from the host to the device.
         measured: what its clock saw of the steps that were measured.
     """
 
@@ -92,6 +93,7 @@ class RankResult:
     how: list[str]
     waits: int
     steady: Counter[str]
+    copied: list[list[int]]
     measured: tuple[MeasuredStep, ...] = ()
 
 
@@ -138,6 +140,7 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
     homes: list[Any] = [None] * len(laid.params)
     how: list[str] = []
     steady: Counter[str] = Counter()
+    copied: list[list[int]] = []
     for step, values in enumerate(plain.grads):
         if step in script.edits:
             look()
@@ -151,9 +154,10 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
             param.grad = None if i in script.missing.get(step, ()) else homes[i]
         if step == 0:
             look()
-        before = Counter(device.calls)
+        before, begun = Counter(device.calls), len(device.copied)
         optimizer.step()
         steady = device.calls - before
+        copied.append(device.copied[begun:])
         for home in homes:
             write(local_of(home), None)
         how.append(optimizer.canzona.session.driver.last.executor.how)
@@ -164,7 +168,7 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
     found = optimizer.canzona.session.measuring.found
     measured = () if found is None else found.own
     return RankResult(
-        [*differences(plain, optimizer, laid)], values, distance(plain, laid), how, waits, steady, measured
+        [*differences(plain, optimizer, laid)], values, distance(plain, laid), how, waits, steady, copied, measured
     )
 
 

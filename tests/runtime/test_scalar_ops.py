@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from canzona_compile.codegen.step_words import StepWords
 from canzona_compile.ir.program_ops import each
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.runtime.scalar_ops import FORMS, DeviceNumber
@@ -21,8 +22,10 @@ BOUNDS = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 2**-7, torc
 
 
 def number_of(value: float) -> DeviceNumber:
-    made = DeviceNumber(CPU)
+    words = StepWords(DeviceNumber.WORDS, CPU)
+    made = DeviceNumber(words, 0)
     made.fill(value)
+    words.send()
     return made
 
 
@@ -110,11 +113,15 @@ def test_a_counter_of_a_state_keeps_its_dtype(op: Any) -> None:
     assert FORMS[op](torch.tensor([2]), number_of(3.0)).dtype == op(torch.tensor([2]), 3.0).dtype
 
 
-def test_a_number_is_written_when_it_changes() -> None:
-    number = number_of(0.1)
-    assert (float(number.double), number.single) == (0.1, torch.tensor(0.1))
-    number.double.zero_()
-    number.fill(0.1)
-    assert number.double == 0
-    number.fill(0.2)
-    assert number.double == 0.2
+def test_numbers_are_sent_when_they_change() -> None:
+    words = StepWords(3 * DeviceNumber.WORDS, CPU)
+    numbers = [DeviceNumber(words, DeviceNumber.WORDS * i) for i in range(3)]
+    for values, sent in (((0.1, 0.2, 0.3), 48), ((0.1, 0.2, 0.3), 0), ((0.1, 0.5, 0.3), 16), ((1e300, 0.5, -0.0), 48)):
+        for number, value in zip(numbers, values, strict=True):
+            number.fill(value)
+        before = words.copied
+        words.send()
+        assert words.copied - before == sent
+        assert [float(number.double) for number in numbers] == list(values)
+        assert [float(number.single) for number in numbers] == torch.tensor(values).tolist()
+    assert words.copies == 3
