@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
+from canzona_compile.analysis.minimum_cut import Network
 from canzona_compile.ir.bit_exactness import placed_equally
 from canzona_compile.ir.fx_utils import (
     ancestors,
@@ -188,10 +189,7 @@ class Cutter:
 
     def _minimum_cut(self, owner: set[fx.Node]) -> set[fx.Node]:
         """The FRAGMENT nodes of the cheapest cut in which all nodes of `owner` are OWNER."""
-        import networkx as nx  # it has hundreds of modules, and only a first step plans
-
-        net: nx.DiGraph[Any] = nx.DiGraph()
-        net.add_nodes_from(["fragment", "owner"])
+        net: Network[Any] = Network()
         # A gather takes a byte up to the owner. A scatter takes a byte down, and an exchange takes it on to the other
         # replicas. A layout that only replicates needs neither gather nor scatter.
         up = 1.0 if self.kind.sharded or not self.kind.replicated else 0.0
@@ -200,21 +198,21 @@ class Cutter:
             size = bytes_of(node)
             users = [u for u in node.users if u in self.leaf or u in self.nodes]
             if node in owner:
-                net.add_edge(node, "owner", capacity=math.inf)
+                net.connect(node, "owner", math.inf)
             elif self.kind.replicated and (node.op != "placeholder" or self.leaf[node].role is Role.STATE):
-                net.add_edge(node, "owner", capacity=size * REDUNDANT)
+                net.connect(node, "owner", size * REDUNDANT)
             if users:
-                net.add_edge(node, (node, "up"), capacity=size * up)
-                net.add_edge((node, "down"), node, capacity=size * down)
+                net.connect(node, (node, "up"), size * up)
+                net.connect((node, "down"), node, size * down)
                 for user in users:
-                    net.add_edge((node, "up"), user, capacity=math.inf)
-                    net.add_edge(user, (node, "down"), capacity=math.inf)
+                    net.connect((node, "up"), user, math.inf)
+                    net.connect(user, (node, "down"), math.inf)
         for pinned in self._pinned(owner):
-            net.add_edge("fragment", pinned, capacity=math.inf)
+            net.connect("fragment", pinned, math.inf)
         for one, other in self._same_home():
-            net.add_edge(one, other, capacity=math.inf)
-            net.add_edge(other, one, capacity=math.inf)
-        _, (fragment, _) = nx.minimum_cut(net, "fragment", "owner")
+            net.connect(one, other, math.inf)
+            net.connect(other, one, math.inf)
+        fragment = net.far_from("owner", source="fragment")
         return {n for n in self.nodes if n in fragment}
 
     def _pinned(self, owner: set[fx.Node]) -> Iterable[fx.Node]:

@@ -25,7 +25,7 @@ from canzona_compile.compat.torch_private import (
     guarded_values,
     set_in_dynamo,
     without_function_modes,
-    without_inductor,
+    without_extras,
     without_view_records,
 )
 from canzona_compile.replica.twin import as_written
@@ -51,7 +51,7 @@ def as_recorder() -> Iterator[None]:
         torch.no_grad(),
         quiet(),
         undecomposed(),
-        without_inductor(),
+        without_extras(),
         outside_modes(),
         traceable_pow(),
         untouched(),
@@ -75,9 +75,10 @@ def compiled(step: StepFunction, backend: Callable[..., Any], unbroken: bool = F
         The compiled step, to be called within `as_recorder`.
     """
     options: dict[str, str | int | bool | Callable[..., Any]] = {"guard_filter_fn": without_guards_on_power}
-    return torch.compile(
-        own_code(step), backend=backend, dynamic=True, fullgraph=unbroken, options=options, **isolation()
-    )
+    with without_extras():
+        return torch.compile(
+            own_code(step), backend=backend, dynamic=True, fullgraph=unbroken, options=options, **isolation()
+        )
 
 
 def own_code(step: StepFunction) -> StepFunction:
@@ -98,8 +99,11 @@ def isolation() -> dict[str, Any]:
 
 @functools.cache  # making it takes longer than entering it
 def undecomposed() -> contextlib.AbstractContextManager[Any]:
-    """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise."""
-    return set_in_dynamo("enable_dynamo_decompositions", False)
+    """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise.
+
+    Nor does it look whether its backend is one of those that it knows, which it loads all for that.
+    """
+    return set_in_dynamo(enable_dynamo_decompositions=False, invalidate_compile_context_weakrefs=False)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -24,7 +25,7 @@ from canzona_compile.capture.variant import StepInputs
 from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.ir.compiled_call import num_compiled_calls
-from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, tensor_value
+from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, run_nodes, tensor_value
 from canzona_compile.ir.step import Role, Template
 from canzona_compile.replica.copies import deep_copy
 from canzona_compile.replica.external_counters import give_counts
@@ -38,10 +39,17 @@ LARGEST = 2**24  # elements; larger matrices are not compared, because what code
 
 def needs_whole_matrix(template: Template) -> bool:
     """Tell whether the graph of a template does more than elementwise work."""
-    numbers = from_numbers(template.graph)
-    work = [n for n in template.graph.nodes if n.op == "call_function" and n not in numbers]
-    calls = [n for n in work if tensor_value(n) is not None]
-    return not all(pointwise(n) for n in calls)
+    graph = template.graph
+    if graph not in _beyond_elements:
+        numbers = from_numbers(graph)
+        work = [n for n in graph.nodes if n.op == "call_function" and n not in numbers]
+        calls = [n for n in work if tensor_value(n) is not None]
+        _beyond_elements[graph] = not all(pointwise(n) for n in calls)
+    return _beyond_elements[graph]
+
+
+# By graph, because it is asked for every parameter of a kind.
+_beyond_elements: WeakKeyDictionary[fx.Graph, bool] = WeakKeyDictionary()
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +121,7 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     arguments = [as_input(node, value) for node, value in zip(placeholders(template.graph), arguments, strict=True)]
     with torch.no_grad(), matmul_precision(template.precision), as_written():
         try:
-            found = fx.Interpreter(graph_module(template.graph, "Captured")).run(*arguments)
+            found = run_nodes(fx.Interpreter(graph_module(template.graph, "Captured")), arguments)
         except RuntimeError:  # an operator of the graph fails; the step may catch that
             found = None
     with compiled_calls() as calls, as_written():

@@ -11,6 +11,7 @@ operator's `_schema` and a storage's `_cdata`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -184,11 +185,10 @@ def mark_static(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_static(tensor)
 
 
-def set_in_dynamo(name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
-    """Make a context with another setting of Dynamo; of a setting that this torch does not have, nothing."""
-    if not hasattr(torch._dynamo.config, name):
-        return contextlib.nullcontext()
-    context: Any = torch._dynamo.config.patch({name: value})
+def set_in_dynamo(**settings: Any) -> contextlib.AbstractContextManager[Any]:
+    """Make a context with other settings of Dynamo, as far as this torch has them."""
+    known = {name: value for name, value in settings.items() if hasattr(torch._dynamo.config, name)}
+    context: Any = torch._dynamo.config.patch(known) if known else contextlib.nullcontext()
     return context  # type: ignore[no-any-return]
 
 
@@ -205,27 +205,74 @@ def at_start_of_traces(function: Callable[[Any], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_inductor() -> Iterator[None]:
-    """Inside this context, Dynamo does not ask which gradients of a step a CUDA graph would copy.
+def without_extras() -> Iterator[None]:
+    """Inside this context, Dynamo leaves out what recordings have no use for.
 
-    The answer goes into a hint that nobody sees, and the question imports Inductor, which takes seconds.
+    That is what only its messages, its logs and its machine code need. It imports Inductor, AOTAutograd and networkx for
+    them, which takes longer than all recordings of a small model. What a torch does not have is not left out.
     """
-    from torch._dynamo.variables import optimizer
-
-    asks = getattr(optimizer, "_is_static_for_cudagraphs", None)
-    if asks is None or "torch._inductor.cudagraph_trees" in sys.modules or asks is is_static:
-        yield
-        return
-    setattr(optimizer, "_is_static_for_cudagraphs", is_static)  # noqa: B010  (mypy knows no such name)
+    found = [(owner, name, vars(owner)[name], instead) for owner, name, instead in extras()]
+    changed = [one for one in found if one[2] is not one[3]]  # an outer context has replaced the others
+    for owner, name, _, instead in changed:
+        setattr(owner, name, instead)
     try:
         yield
     finally:
-        setattr(optimizer, "_is_static_for_cudagraphs", asks)  # noqa: B010
+        for owner, name, before, _ in changed:
+            setattr(owner, name, before)
 
 
-def is_static(_tensor: torch.Tensor) -> bool:
-    """Answer that a CUDA graph would not copy a tensor."""
-    return True
+@functools.cache
+def extras() -> list[tuple[Any, str, Any]]:
+    """The functions of torch that `without_extras` replaces: the owner of each, its name, and what comes instead."""
+    import torch._dynamo as dynamo
+    from torch._dynamo import eval_frame, graph_region_tracker, guards, output_graph
+    from torch._dynamo.variables import higher_order_ops, optimizer
+    from torch.fx.experimental import symbolic_shapes
+
+    local_map = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
+    func_map, export = "torch.distributed.tensor.experimental._func_map", "torch.export._trace"
+    found: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        # Whether a CUDA graph would copy a gradient: for a hint that nobody sees.
+        (optimizer, "_is_static_for_cudagraphs", lambda _: lambda _tensor: True),
+        # Wraps backends to write programs that reproduce their errors. It looks up those that are named by a text.
+        (eval_frame, "get_compiler_fn", lambda real: lambda fn: fn if callable(fn) else real(fn)),
+        # Whether the backend is "eager", in what it says where it is called inside of `torch.func`.
+        (dynamo, "lookup_backend", lambda real: lambda name: None if name == "eager" else real(name)),
+        # Hashes nodes, to find equal parts of a graph. It does so only if a setting says so.
+        (graph_region_tracker, "InputPickler", lambda real: lambda: MadeLater(real)),
+        # How long guards take, for a log. It empties the caches of the processor to find out.
+        (guards, "profile_guard_manager", lambda _: lambda *_arguments: 0.0),
+        # Files of torch that messages leave out.
+        (symbolic_shapes, "uninteresting_files", lambda _: frozenset),
+        (output_graph, "uninteresting_files", lambda _: frozenset),
+        # What Dynamo does beside a graph, for exports.
+        (
+            output_graph.OutputGraph,
+            "get_replayed_side_effect_source_refs",
+            lambda real: lambda graph, **options: real(graph, **options) if export in sys.modules else [],
+        ),
+        # Whether a function is `local_map`. Nobody has it whose module is not loaded.
+        (local_map, "should_wrap_in_hop", lambda real: staticmethod(lambda v: func_map in sys.modules and real(v))),
+    ]
+    there = [(owner, name, make) for owner, name, make in found if hasattr(owner, name)]
+    return [(owner, name, make(getattr(owner, name))) for owner, name, make in there]
+
+
+class MadeLater:
+    """Stands for an object that is made when it is first asked for an attribute.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._made = make, False
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._made:
+            self._object, self._made = self._make(), True
+        return getattr(self._object, name)
 
 
 def guarded_values(guards: Sequence[Any]) -> list[Any]:

@@ -20,11 +20,13 @@ from torch import Tensor
 from canzona_compile.compat.interrupts import interrupted_here
 from canzona_compile.compat.torch_private import TorchDispatchMode, pytree
 
+OURS = ("compat", "eager", "rehearsal", "replica")
 MOST_LINES = 3_000_000  # of users' code in a step of ordinary gradients: some seconds, in matrices of a few elements
 ENOUGH_LINES = 5_000  # that a step of odd gradients may take in any case
 MORE_LINES = 20  # times those of the longest ordinary step, in a step of odd gradients
 BETWEEN_LOOKS = 1000  # lines between two looks whether Ctrl-C waits
-TORCH = str(Path(torch.__file__).parent)
+# Folders whose code is not that of users: torch's, and ours that steps copies.
+NOT_USERS = tuple(map(str, (Path(torch.__file__).parent, *(Path(__file__).parents[1] / r for r in OURS))))
 UNGUARDED = (torch.ops.aten.linalg_eig.default, torch.ops.aten._linalg_eigvals.default)
 
 
@@ -66,7 +68,7 @@ class Lines:
                 self.longest = max(self.longest, self._count)
 
     def _enter(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        return None if frame.f_code.co_filename.startswith(TORCH) else self._line
+        return None if frame.f_code.co_filename.startswith(NOT_USERS) else self._line
 
     def _line(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         if event == "line":

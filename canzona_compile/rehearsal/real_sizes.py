@@ -84,9 +84,8 @@ class FakeMiniature(Miniature):
         return id(param)
 
     def label(self, value: Any) -> str | None:
-        if isinstance(value, FakeTensor) and all(value is not param for param in self.params):
-            return f"a tensor: {self.prints.of(value)}"
-        return super().label(value)
+        label = super().label(value)
+        return f"a tensor: {self.prints.of(value)}" if label is None and isinstance(value, FakeTensor) else label
 
     def contents(self) -> Contents:
         """All that it holds, as far as a plan has to give it to its user."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from canzona_compile.compat.torch_private import without_function_modes
 from canzona_compile.eager.cell import carried, step_all, step_alone, whole_copy
 from canzona_compile.eager.own_object import OwnObject, Recipe
 from canzona_compile.eager.publish import ObjectShadow, Shadow, show
@@ -54,27 +55,33 @@ class OneByOne(Plainly):
 
     def step(self) -> None:
         """Step all parameters that have gradients."""
-        places = range(len(self.small.params))
-        for i in places if self.in_order else reversed(places):
-            if self.small.params[i].grad is not None:
-                self._step_one(i)
+        params = self.small.params
+        with hidden(params, values=False) as grads:
+            for i in range(len(params)) if self.in_order else reversed(range(len(params))):
+                if grads[i] is not None:
+                    self._step_one(i, grads)
+                    with without_function_modes():
+                        drop_gradients(params)  # that the step gave to others
         if self.counters:
             self._shadow.count()
 
-    def _step_one(self, index: int) -> None:
+    def _step_one(self, index: int, grads: list[Tensor | None]) -> None:
         small, company = self.small, self.company
-        param, optimizer = small.params[index], small.optimizer
-        assert param.grad is not None
+        param, optimizer, grad = small.params[index], small.optimizer, grads[index]
+        assert grad is not None
         attributes = vars(param) if company is VisibleContext.ATTRIBUTES else plain_attributes(param)
-        own = param if company is VisibleContext.ITSELF else whole_copy(param, param.grad, attributes)
+        own = param if company is VisibleContext.ITSELF else whole_copy(param, grad, attributes)
         g = small.group_of[index]
         groups = [
             {**hypers(group), "params": [own if p is param else without_gradient(p) for p in group["params"]]}
             for h, group in enumerate(optimizer.param_groups)
             if company is VisibleContext.ALL_GROUPS or (company is VisibleContext.GROUP and h == g)
         ]
-        with hidden((p for p in small.params if p is not own), values=False):
-            param.data.copy_(step_alone(optimizer, optimizer.param_groups[g], own, optimizer.state[param], groups))
+        if own is param:
+            param.grad = grad
+        param.data.copy_(step_alone(optimizer, optimizer.param_groups[g], own, optimizer.state[param], groups))
+        if own is param:
+            grads[index] = param.grad
 
 
 class AtOnce(Plainly):
@@ -197,25 +204,37 @@ class OwnObjects(Plainly):
 
 
 @contextlib.contextmanager
-def hidden(params: Iterable[Tensor], values: bool) -> Iterator[None]:
+def hidden(params: Sequence[Tensor], values: bool) -> Iterator[list[Tensor | None]]:
     """Inside this context, parameters have no gradients: what an optimizer does to them beside its step shows.
 
     Args:
         params: the parameters.
         values: whether they have no values either, as real ones are fragments on a rank.
+
+    Yields:
+        The gradients that they have afterwards.
     """
-    before = [(param, param.grad, param.detach().clone() if values else None) for param in params]
-    for param, _, _ in before:
-        param.grad = None
-        if values:
-            param.data.fill_(float("nan") if param.is_floating_point() else 0)
+    with without_function_modes():
+        grads = [param.grad for param in params]
+        drop_gradients(params)
+    before = [param.detach().clone() for param in params] if values else []
+    for param in params if values else ():
+        param.data.fill_(float("nan") if param.is_floating_point() else 0)
     try:
-        yield
+        yield grads
     finally:
-        for param, grad, own in before:
-            if own is not None:
-                param.data.copy_(own)
-            param.grad = grad
+        for param, own in zip(params, before, strict=False):
+            param.data.copy_(own)
+        with without_function_modes():
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+
+
+def drop_gradients(params: Iterable[Tensor]) -> None:
+    """Let parameters have no gradients."""
+    for param in params:
+        if param.grad is not None:
+            param.grad = None
 
 
 def without_gradient(param: nn.Parameter) -> nn.Parameter:

@@ -26,6 +26,8 @@ from canzona_compile.replica.copies import Copies, copy_closures
 from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
+LARGEST_NUMBER = 2**31  # of those that are no ids and no addresses
+PLAIN = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 Chosen = Sequence[Sequence[int]]  # for each parameter group, the positions of some of its parameters
 
 
@@ -37,7 +39,8 @@ class Miniature:
 
     Args:
         optimizer: the optimizer.
-        chosen: which of its parameters the copy holds. Groups of which it holds none are left out.
+        chosen: which of its parameters the copy holds. Groups of which it holds none are left out. Others are made
+            small, too, where something that the optimizer holds may lead to them.
         loops: whether `foreach` is off, in groups and as an attribute.
         stateful: whether they have state: small copies of that of the real ones. If not, they have none.
 
@@ -55,15 +58,18 @@ class Miniature:
         self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
         copies = Copies()
         copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
+        own = copied_attributes(optimizer)
+        groups, on_params = list(map(hypers, optimizer.param_groups)), [public(vars(p)) for p in real]
+        odd = odd_state(optimizer)
+        if not stateful and not may_lead_to_tensors([own, groups, on_params, odd]):
+            real = [optimizer.param_groups[g]["params"][i] for g, places in enumerate(chosen) for i in places]
         with self.making():
             small_of = {id(p): small(p, sizes) for p in real}
             for param in real:
                 copies.put(param, small_of[id(param)])
             for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
                 copies.put(tensor, blank(tensor, sizes))
-        own = copied_attributes(optimizer)
-        groups, on_params = map(hypers, optimizer.param_groups), [public(vars(p)) for p in real]
-        copy_closures([own, *groups, *on_params, odd_state(optimizer), *map(optimizer.state.get, real)], copies)
+        copy_closures([own, *groups, *on_params, odd, *map(optimizer.state.get, real)], copies)
         for param in real:
             vars(small_of[id(param)]).update(copies.of(public(vars(param))))
         known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
@@ -87,13 +93,14 @@ class Miniature:
             self.optimizer.param_groups.append({**made, "params": params})
             self.params += params
             self.group_of += [len(self.optimizer.param_groups) - 1] * len(params)
-        state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd_state(optimizer)))
+        state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd))
         self.optimizer.state = state
         for param in real if stateful else ():
             if own_state := optimizer.state.get(param):
                 with self.making():
                     state[small_of[id(param)]] = small_state(own_state, sizes, copies)
         self.kept, self.calls = copies.kept, copies.calls
+        self._places = {id(param): i for i, param in enumerate(self.params)}
 
     def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
         """The size that each size becomes."""
@@ -111,10 +118,19 @@ class Miniature:
         """Name a parameter, or the optimizer, for `contents`."""
         if value is self.optimizer:
             return "the optimizer"
-        for i, param in enumerate(self.params):
-            if value is param:
-                return f"parameter {i}"
-        return None
+        place = self._places.get(id(value))
+        return None if place is None else f"parameter {place}"
+
+
+def may_lead_to_tensors(value: Any) -> bool:
+    """Tell whether a value may hold tensors, or tell them apart: whether it is more than containers of plain values."""
+    if type(value) is int:
+        return abs(value) > LARGEST_NUMBER
+    if type(value) is dict:
+        return any(may_lead_to_tensors(key) or may_lead_to_tensors(entry) for key, entry in value.items())
+    if type(value) in (list, tuple, set, frozenset):
+        return any(map(may_lead_to_tensors, value))
+    return type(value) not in PLAIN
 
 
 def small_sizes(shapes: Iterable[Shape]) -> dict[int, int]:

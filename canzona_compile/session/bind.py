@@ -65,6 +65,8 @@ class Binder:
         self.rank = dist.get_rank() if distributed() else 0
         self.replicas, self._group = replica_ranks(options.replicate), group_of(options.replicate)
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
+        self._layouts: dict[Any, Layout] = {}  # by form of DTensor
+        self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
         self._named = named_params(optimizer, options.names, options.prefix)
         self._known = KnownFragments({}, {}, {})
 
@@ -164,7 +166,10 @@ class Binder:
         if view is not None:
             return self._spread(view.tiling.layout(self.rank, batch_dims=batch_dims))
         if isinstance(shown, DTensor):
-            return self._spread(dtensor_layout(shown, self.rank, batch_dims=batch_dims))
+            form = (shown.shape, shown.to_local().shape, shown.placements, shown.device_mesh, batch_dims)
+            if form not in self._layouts:
+                self._layouts[form] = dtensor_layout(shown, self.rank, batch_dims=batch_dims)
+            return self._spread(self._layouts[form])
         if self.replicas:
             return replicated_layout(shown.shape, self.replicas)
         return local_layout(shown.shape, self.rank)
@@ -297,8 +302,15 @@ class Binder:
         return layout, parts[layout.shape[0]]
 
     def _captured(self, own: Described) -> ParamKind:
-        group = self.optimizer.param_groups[own.group]
-        return self.capture.kind_of(ParamExample(group, own.spec, own.name, own.state or None))
+        """Find the kind of a parameter: without state once for all that are alike, as all take the same step then."""
+        key = (own.group, own.spec)
+        known = None if own.state else self._kinds.get(key)
+        if known is None or all(known is not kind for kind in self.capture.kinds.values()):
+            group = self.optimizer.param_groups[own.group]
+            known = self.capture.kind_of(ParamExample(group, own.spec, own.name, own.state or None))
+            if not own.state:
+                self._kinds[key] = known
+        return known
 
     def _missing_rule(self, group: int, param: DTensor) -> str:
         key = (group, param.shape, param.placements, param.device_mesh)
