@@ -123,7 +123,7 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
         device.finish(device.current)
     if name == "copy_" and hosts and ours:
         device.copied.append(sum(h.nbytes for h in hosts))
-    quiet = (kwargs.get("non_blocking") or args[2:3] == (True,)) and all(map(is_pinned, hosts))
+    quiet = (kwargs.get("non_blocking") or any(a is True for a in args[2:3])) and all(map(is_pinned, hosts))
     if hosts and (name == "copy_" or any(h.ndim for h in hosts)) and not quiet:
         device.finish(device.current)  # torch copies it, an index too, and waits unless it is pinned and told not to
     with plainly():
