@@ -111,17 +111,17 @@ class DispatchRule:
 # The rules follow published figures at their lower end; none is our own. If two sources disagree, the slower one
 # counts: at m = 2048 one reports 1.19 and one 0.78 times the library, so the library takes a single matrix of 2048. The
 # figures hold for k >= m, so the library takes k < m too. Batches of 2048 begin at eight: from 0.78 for one matrix,
-# whose 136 tiles fill 52% of two waves, to the 92% of eight (1088 tiles) is 1.38, and the library gains 1.29 from larger
-# products (462 to 595 TFLOP/s, Inductor on H100), so 1.07 is left; of four matrices (82%) 0.96. Batches of 1024 break
-# even by the only figure for them (H20). sm_100 has no rule, because there is no figure for Triton.
+# whose 136 tiles fill 52% of two waves, to the 92% of eight (1088 tiles) is 1.38, and the library gains 1.29 from
+# larger products (462 to 595 TFLOP/s, Inductor on H100), so 1.07 is left; of four matrices (82%) 0.96. Batches of 1024
+# break even by the only figure for them (H20). sm_100 has no rule, because there is no figure for Triton.
 #
 # gemm_axpby: the library copies the summand to where the result will be before it adds the product, and our kernel adds
 # as it goes. Beside the product, which grows with m, the copy takes 2 * rate / (bandwidth * m) of its time: 6 to 9% at
 # m = 4096, 48% at 512 (595 TFLOP/s, Inductor on H100; 4.8 TB/s of an H200, since an H100 copies more slowly). For
 # ordinary products Triton reaches 0.75 of the library's rate by the slowest figure for Hopper (triangles of 8192,
-# Inductor and flash-muon: executed FLOPs beside the library's), on A100 0.69 (the model of docs/kernel_model.md at
-# 64 x 1024). So with a margin of 5% the kernel is as fast up to m = 620 and 390; the tuner measures those above, which
-# it decides. Fewer than four waves of tiles leave processors idle in the last one.
+# Inductor and flash-muon: executed FLOPs beside the library's), on A100 0.69 (the model of docs/kernel_model.md at 64 x
+# 1024). So with a margin of 5% the kernel is as fast up to m = 620 and 390; the tuner measures those above, which it
+# decides. Fewer than four waves of tiles leave processors idle in the last one.
 RULES = (
     DispatchRule("sym_gemm", 90, "tma", 4096, 0, "X X^T at 4096: 1.26 (Inductor, H100) and 1.61 (flash-muon, H800)"),
     DispatchRule("sym_gemm", 90, "tma", 2048, 1056, "batches of 2048: 1.5 (batched SYRK, H20), at four waves and more"),
