@@ -90,12 +90,13 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class DispatchRule:
-    """A kernel that wins from a size on.
+    """A kernel that wins in a range of sizes.
 
     Attributes:
         least_m: the smallest m.
         least_tiles: the fewest tiles of 128 x 128 in the whole batch.
         source: the figure that says so.
+        most_m: the largest m.
     """
 
     op: Operation
@@ -104,16 +105,29 @@ class DispatchRule:
     least_m: int
     least_tiles: int
     source: str
+    most_m: int = 1 << 30
 
 
 # The rules follow published figures at their lower end; none is our own. If two sources disagree, the slower one
 # counts: at m = 2048 one reports 1.19 and one 0.78 times the library, so the library takes a single matrix of 2048. The
-# figures hold for k >= m, so the library takes k < m too. sm_100 has no rule, because there is no figure for Triton.
-# gemm_axpby has none, because its figures are for hand-written pipelines that Triton does not reach.
+# figures hold for k >= m, so the library takes k < m too. Batches of 2048 begin at eight: from 0.78 for one matrix,
+# whose 136 tiles fill 52% of two waves, to the 92% of eight (1088 tiles) is 1.38, and the library gains 1.29 from
+# larger products (462 to 595 TFLOP/s, Inductor on H100), so 1.07 is left; of four matrices (82%) 0.96. Batches of 1024
+# break even by the only figure for them (H20). sm_100 has no rule, because there is no figure for Triton.
+#
+# gemm_axpby: the library copies the summand to where the result will be before it adds the product, and our kernel adds
+# as it goes. Beside the product, which grows with m, the copy takes 2 * rate / (bandwidth * m) of its time: 6 to 9% at
+# m = 4096, 48% at 512 (595 TFLOP/s, Inductor on H100; 4.8 TB/s of an H200, since an H100 copies more slowly). For
+# ordinary products Triton reaches 0.75 of the library's rate by the slowest figure for Hopper (triangles of 8192,
+# Inductor and flash-muon: executed FLOPs beside the library's), on A100 0.69 (the model of docs/kernel_model.md at 64 x
+# 1024). So with a margin of 5% the kernel is as fast up to m = 620 and 390; the tuner measures those above, which it
+# decides. Fewer than four waves of tiles leave processors idle in the last one.
 RULES = (
     DispatchRule("sym_gemm", 90, "tma", 4096, 0, "X X^T at 4096: 1.26 (Inductor, H100) and 1.61 (flash-muon, H800)"),
     DispatchRule("sym_gemm", 90, "tma", 2048, 1056, "batches of 2048: 1.5 (batched SYRK, H20), at four waves and more"),
     DispatchRule("sym_gemm", 80, "pointer", 4096, 0, "X X^T at 4096: 1.78, at 8192: 1.73 (flash-muon, A100)"),
+    DispatchRule("gemm_axpby", 90, "tma", 128, 528, "the library copies its summand first: 48% at m = 512", 512),
+    DispatchRule("gemm_axpby", 80, "pointer", 128, 432, "the library copies its summand first: 53% at m = 384", 384),
 )
 
 
@@ -143,8 +157,11 @@ def choose(
         return KernelChoice("library", reason=f"no figure for {problem.dtype} to {problem.out_dtype}")
     if problem.k < problem.m:
         return KernelChoice("library", reason="no figure for k < m")
-    tiles = problem.batch * triangle(-(-problem.m // SQUARE.m))
-    rules = [rule for rule in rules if problem.m >= rule.least_m and tiles >= rule.least_tiles]
+    side = -(-problem.m // SQUARE.m)
+    tiles = problem.batch * (triangle(side) if problem.op == "sym_gemm" else side * -(-problem.k // SQUARE.n))
+    if all(problem.m > rule.most_m for rule in rules):
+        return KernelChoice("library", reason=f"too large: what the library copies is little beside m = {problem.m}")
+    rules = [rule for rule in rules if rule.least_m <= problem.m <= rule.most_m and tiles >= rule.least_tiles]
     if not rules:
         return KernelChoice("library", reason=f"too small: {problem.batch} x {problem.m}")
     rule = rules[0]
@@ -217,7 +234,7 @@ def tiles_of_triangle(m: int, tile: Tile) -> int:
 
 def _tile(problem: Problem, rule: DispatchRule, processors: int) -> Tile:
     """Choose 128 x 256 (one per multiprocessor) if few idle in its last wave, else 128 x 128 (two per one)."""
-    if rule.kernel != "tma":
+    if rule.kernel != "tma" or problem.op != "sym_gemm":
         return SQUARE
     waves = problem.batch * tiles_of_triangle(problem.m, WIDE) / processors
     return WIDE if waves >= 3 or _fill(problem, WIDE, processors) >= 0.85 else SQUARE

@@ -21,6 +21,8 @@ from canzona_compile.analysis.step_time import (
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task
 from canzona_compile.lowering.stacking import stacks
+from canzona_compile.machine.hardware import Machine
+from canzona_compile.passes.symmetry import rewritten
 
 TOLERANCE = 0.01  # fraction of the predicted time that the pass may give up to save memory
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of micro-groups that the pass tries
@@ -33,11 +35,12 @@ class FormMicroGroups:
     A micro-group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a
     limit; then its last task moves to the next micro-group. The caller's `capacity` limits the bytes. The limit of the
     makespan follows from the number of micro-groups: the pass tries several numbers and predicts the time of each
-    (`pipeline_seconds`), launches with it: matrices alike share theirs within a micro-group. It keeps those of the
-    shortest time, or within 1% of it if nothing is sent, or if communication overlaps computation. Of these it takes
-    the one that holds the fewest bytes at once, and the smaller number on a tie. Where communication and computation
-    share the cores, that is one micro-group. A matrix that alone exceeds the capacity is the only one that its owner
-    has in its micro-group.
+    (`pipeline_seconds`), launches with it: matrices alike share theirs within a micro-group. On CUDA it also counts
+    that products of small matrices are faster as a stack, and also tries to sort matrices that cost the same by their
+    kind, which gives fewer and larger stacks. It keeps those of the shortest time, or within 1% of it if nothing is
+    sent, or if communication overlaps computation. Of these it takes the one that holds the fewest bytes at once, and
+    the smaller number on a tie. Where communication and computation share the cores, that is one micro-group. A matrix
+    that alone exceeds the capacity is the only one that its owner has in its micro-group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
 
@@ -74,19 +77,31 @@ class FormMicroGroups:
     def _best(self, tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> list[list[Task]]:
         total, largest = makespan(tasks, placed), max(placed[t.placed].flops for t in tasks)
         counts = (self.groups,) if self.groups else COUNTS
-        plans = [pack(tasks, placed, max(math.ceil(total / count), largest), self.capacity) for count in counts]
+        orders = [tasks]
+        if step.machine.device != "cpu":  # where a stack fills processors that one product leaves idle
+            orders.append(sorted(tasks, key=lambda t: (-placed[t.placed].flops, t.placed, t.index)))
+        limits = [max(math.ceil(total / count), largest) for count in counts]
+        plans = [pack(order, placed, limit, self.capacity) for limit in limits for order in orders]
         rates, machine = rates_of(step.machine, grid.members()), step.machine
         cuts = {t.placed for t in tasks}
-        shared = {n: shared_launches(placed[n], machine, stacks(placed[n], machine, self.exact)) for n in cuts}
+        computed = {n: with_own_products(placed[n], machine) for n in cuts}
+        shared = {n: shared_launches(cut, machine, stacks(cut, machine, self.exact)) for n, cut in computed.items()}
 
         def seconds(plan: list[list[Task]]) -> float:
-            loads = [load_of(own, grid, placed, shared) for own in plan]
+            loads = [load_of(own, grid, placed, shared, rates) for own in plan]
             return round(pipeline_seconds(loads, rates, self.depth), 12)  # a tie is a tie, whatever the order of sums
 
         times = [seconds(plan) for plan in plans]
         limit = min(times) * (1 + TOLERANCE * (rates.overlap or grid.size == 1))
         near = [plan for plan, time in zip(plans, times, strict=True) if time <= limit]
         return min(near, key=lambda plan: (live_bytes(plan, placed, self.depth), len(plan)))
+
+
+def with_own_products(placed: Placed, machine: Machine) -> Placed:
+    """A cut as `symmetry` will leave it: on CUDA our own products decide what is stacked."""
+    if machine.device != "cuda" or placed.template.interpreted:
+        return placed
+    return replace(placed, compute=rewritten(placed.compute))
 
 
 def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int) -> list[list[Task]]:

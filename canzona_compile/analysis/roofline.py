@@ -94,6 +94,9 @@ class NodeWork:
         added: seconds of copying the addend of a product to where the result will be, a pass of its own.
         turned: further seconds of that copy in a stack, where a transposed addend is not copied tile by tile.
         product: dtype of a matrix product, whose call is not in `calls`; empty for others.
+        flops: of a matrix product.
+        size: of a matrix product, the geometric mean of its three dims.
+        own: whether a product is one of our operators, which always run on stacks where tasks are alike.
     """
 
     seconds: float
@@ -102,10 +105,25 @@ class NodeWork:
     added: float = 0.0
     turned: float = 0.0
     product: str = ""
+    flops: float = 0.0
+    size: float = 0.0
+    own: bool = False
 
     def lasts(self, hardware: Hardware) -> float:
         """The seconds that the node takes, without launches."""
         return max(self.seconds, self.bytes / hardware.bandwidth) + self.added
+
+    def saves(self, count: int, hardware: Hardware) -> float:
+        """The seconds by which a product of each of `count` matrices is shorter if they are multiplied as a stack.
+
+        One product of small matrices leaves processors of a GPU idle, which those of the others fill. So a stack has
+        the rate of one product with as many FLOPs, or that of one matrix if it is higher. On a CPU a stack is a loop.
+        """
+        if not self.own or hardware.device == "cpu":
+            return 0.0
+        rate = hardware.product_rate(self.product, self.size * count ** (1 / 3))
+        seconds = min(self.seconds, self.flops / rate)
+        return max(self.seconds, self.bytes / hardware.bandwidth) - max(seconds, self.bytes / hardware.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +135,18 @@ class GraphTime:
         calls: operators that are launched, matrix products aside.
         products: how many matrix products are called, by dtype.
         turned: further seconds where tasks are stacked, of passes over transposed matrices.
+        works: the matrix products.
     """
 
     seconds: float
     calls: int
     products: tuple[tuple[str, int], ...] = ()
     turned: float = 0.0
+    works: tuple[NodeWork, ...] = ()
+
+    def saves(self, count: int, hardware: Hardware) -> float:
+        """The seconds by which one matrix takes less in a stack of `count`."""
+        return sum(work.saves(count, hardware) for work in self.works)
 
     def product_calls(self, hardware: Hardware) -> float:
         """Seconds of launching the matrix products."""
@@ -146,6 +170,7 @@ def graph_time(graph: fx.Graph, hardware: Hardware) -> GraphTime:
         sum(work.calls for work in done),
         tuple(sorted(products.items())),
         sum(work.turned for work in done),
+        tuple(work for work in done if work.product),
     )
 
 
@@ -213,13 +238,17 @@ def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor
     dtype, added = dtype_name(value), 2 * size_of(value) if more is not None and not own else 0
     straight = added / hardware.bandwidth
     other = more is not None and added and transposed(more)
+    flops, size = 2.0 * value.numel() * k, (m * k * n) ** (1 / 3)
     return NodeWork(
-        2.0 * value.numel() * k / hardware.product_rate(dtype, (m * k * n) ** (1 / 3)),
+        flops / hardware.product_rate(dtype, size),
         size_of(left) + size_of(right) + size_of(value) + (size_of(value) if own and more is not None else 0),
         int(added > 0),
         straight,
         max(0.0, added / turning(value, hardware) - straight) if other else 0.0,
         dtype,
+        flops,
+        size,
+        own,
     )
 
 

@@ -10,17 +10,17 @@ seconds the report shows.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
 from canzona_compile.analysis.flops import bytes_of_wires
-from canzona_compile.analysis.roofline import TYPICAL, graph_time
+from canzona_compile.analysis.roofline import TYPICAL, GraphTime, graph_time
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Placed, Task
-from canzona_compile.machine.hardware import Machine, hardware_of
+from canzona_compile.machine.hardware import Hardware, Machine, hardware_of
 
 N = TypeVar("N", int, float)
 
@@ -128,6 +128,8 @@ class GroupLoad:
         scatter_bytes: bytes that the busiest rank scatters, and exchanges between replicas.
         collectives: that a rank takes part in.
         launches: seconds of what is launched once for all tasks alike, on the busiest owner.
+        uneven: seconds that products of the busiest owner take more than FLOPs alone say: small ones leave processors
+            idle, unless enough of them are one stack. 0 on CPU.
     """
 
     gather_bytes: float
@@ -135,19 +137,38 @@ class GroupLoad:
     scatter_bytes: float
     collectives: int
     launches: float = 0.0
+    uneven: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLaunches:
-    """Seconds of launches that all tasks of one micro-group, cut and param group share.
+    """Seconds of launches that all tasks of one micro-group, cut and param group share, and what a stack saves.
 
     Attributes:
         fragments: of what every rank does with its fragments.
         matrices: of what an owner does with whole matrices; 0 if it launches everything once for each of them.
+        compute: what a whole matrix takes by itself.
+        hardware: the rates.
+        stacks: whether an owner's matrices are computed as a stack.
     """
 
     fragments: float
     matrices: float
+    compute: GraphTime
+    hardware: Hardware
+    stacks: bool
+
+    def uneven(self, count: int, rates: Rates) -> float:
+        """Seconds that the products of `count` matrices take more than at the one rate of `rates`.
+
+        Args:
+            count: how many matrices alike an owner has in one micro-group.
+            rates: those with which their FLOPs are counted.
+        """
+        if self.hardware.device == "cpu":
+            return 0.0
+        each = sum(work.seconds - work.flops / rates.flops for work in self.compute.works)
+        return count * (each - (self.compute.saves(count, self.hardware) if self.stacks else 0.0))
 
 
 def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLaunches:
@@ -163,7 +184,15 @@ def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLau
         sum(graph_time(graph, hardware).launches(hardware) for graph in graphs)
         for graphs in ((placed.prepare, placed.apply), (placed.compute,) if stacks else ())
     )
-    return SharedLaunches(fragments, matrices)
+    return SharedLaunches(fragments, matrices, graph_time(placed.compute, hardware), hardware, stacks)
+
+
+def uneven_of(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], rates: Rates) -> float:
+    """Seconds that products take more than their FLOPs say, on the owner of one micro-group with the most of them."""
+    by_owner: dict[object, float] = defaultdict(float)
+    for (owner, cut, _), count in Counter((task.owner, task.placed, task.param_group) for task in tasks).items():
+        by_owner[owner] += shared[cut].uneven(count, rates)
+    return busiest({None: 0.0, **by_owner})
 
 
 def launches_of(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches]) -> float:
@@ -180,6 +209,7 @@ def load_of(
     grid: Grid,
     placed: Mapping[str, Placed],
     shared: Mapping[str, SharedLaunches] | None = None,
+    rates: Rates | None = None,
 ) -> GroupLoad:
     """The load of one micro-group.
 
@@ -188,6 +218,7 @@ def load_of(
         grid: their ranks.
         placed: the cuts by name.
         shared: what tasks alike launch once, by cut; None if launches do not count.
+        rates: of the machine, if products count by their size.
     """
     load = load_by_owner(tasks, placed)
     sharded, exchanged = grid.shards > 1, grid.replicas > 1
@@ -199,6 +230,7 @@ def load_of(
         scatter_bytes=down * (sharded + exchanged / grid.shards),
         collectives=sharded + owned * (sharded + exchanged),
         launches=0.0 if shared is None else launches_of(tasks, shared),
+        uneven=0.0 if shared is None or rates is None else uneven_of(tasks, shared, rates),
     )
 
 
@@ -244,7 +276,7 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
         halves = max(1, g.collectives)
         up = g.gather_bytes / rates.wire + rates.latency * (halves - halves // 2) * (g.gather_bytes > 0)
         down = g.scatter_bytes / rates.wire + rates.latency * max(1, halves // 2) * (g.scatter_bytes > 0)
-        times.append((up, g.compute_flops / rates.flops + g.launches, down))
+        times.append((up, g.compute_flops / rates.flops + g.launches + g.uneven, down))
     if not rates.overlap or depth == 1:
         return float(sum(map(sum, times)))
     rank = BusiestRank()

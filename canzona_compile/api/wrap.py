@@ -104,8 +104,8 @@ def wrap(
             the rates that are assumed for the kind of device.
         plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
             `optimizer.canzona.plan()`. The run takes its owners and micro-groups, and plans nothing else.
-        cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them while gradients stay in their
-            places. Otherwise every step runs call by call; that takes more host time, and no memory for recordings.
+        cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them. Otherwise every step runs call by
+            call; that takes more host time, and no memory for recordings.
         audit: if given, every so many steps all ranks compute one matrix of each kind once more, whole, by the class's
             own step, and raise if a bit differs. It costs a gather of these matrices and their update on every rank.
 

@@ -88,7 +88,7 @@ class StepKey(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class WordsHeld:
     """What the words of kernels hold.
 
     Attributes:
@@ -150,7 +150,7 @@ class Replay:
         self._last: StepKey | None = None
         self._rehearsed = False
         self._places: dict[int, list[int]] = {}  # by input, where tensors are on this step that words tell kernels
-        self._held: Held | None = None
+        self._held: WordsHeld | None = None
         self._words: StepWords | None = None
 
     @property
@@ -317,7 +317,7 @@ class Replay:
                 self.forget()
                 return False
         if held is None or held.recording is not recording:
-            held = self._held = Held(recording)
+            held = self._held = WordsHeld(recording)
         for i, addresses in self._places.items():
             if held.places.get(i) != addresses:
                 held.places[i] = addresses

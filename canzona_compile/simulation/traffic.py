@@ -97,7 +97,7 @@ def traffic(
             made.apply += share * (time.turned + 2 * time.scattered / hardware.bandwidth)
         made.computed[owner or (-1, -1)].append(task.name)
         where: tuple[int, int] | slice = slice(None) if owner is None else owner
-        made.compute[where] += time.compute.seconds + launches.compute(task)
+        made.compute[where] += time.compute.seconds - launches.saved(task) + launches.compute(task)
         copied = 0
         if Phase.GATHER in made.ends:
             moved.add(Phase.GATHER, up, where)
@@ -161,6 +161,17 @@ class Launches:
         self.batches = {name: batch for batch in group.batches for name in batch.tasks}
         self.graphs = {p.name: p.stacked.graph for p in step.placed if p.stacked is not None}
         self.counts: dict[str, tuple[int, int]] = {}
+        self.savings: dict[tuple[str, int], float] = {}
+
+    def saved(self, task: Task) -> float:
+        """Return the seconds that a task's products take less because its batch is a stack."""
+        batch = self.batches[task.name]
+        key = task.placed, len(batch.tasks)
+        if not batch.stacked:
+            return 0.0
+        if key not in self.savings:
+            self.savings[key] = self.times[task.placed].compute.saves(key[1], self.hardware)
+        return self.savings[key]
 
     def compute(self, task: Task) -> float:
         """Return the seconds of launches for a task on its owner, unpacking and packing included."""

@@ -48,7 +48,7 @@ class Watch:
         device = current_device()
         if optimizer.canzona.session.driver is not None:
             report = optimizer.canzona.report()
-            assert f"{format_bytes(report.memory.most)} beside parameters" in report.to_text(120)
+            assert f"{format_bytes(report.memory.most)} in addition to parameters" in report.to_text(120)
             self.steps[device.index].append(SeenStep(device.most, device.held, report.memory))
         device.most = device.held
 

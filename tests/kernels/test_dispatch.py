@@ -83,13 +83,27 @@ def test_where_figures_say_that_a_kernel_wins(arch: int, problem: Problem, kerne
         (90, square(4096, out_dtype=torch.float32), "float32"),
         (100, square(8192), "no figure"),
         (89, square(8192), "no figure"),
-        (90, square(8192, op="gemm_axpby"), "no figure"),
+        (90, square(8192, op="gemm_axpby"), "too large"),
+        (90, square(1024, op="gemm_axpby", batch=64), "too large"),
+        (90, square(512, op="gemm_axpby", batch=8), "too small"),
+        (80, square(512, op="gemm_axpby", batch=64), "too large"),
+        (100, square(512, op="gemm_axpby", batch=64), "no figure"),
     ],
 )
 def test_everything_else_is_the_librarys(arch: int | None, problem: Problem, why: str) -> None:
     choice = choose(problem, arch)
     assert choice.kernel == "library"
     assert why in choice.reason
+
+
+@pytest.mark.parametrize(("arch", "m", "kernel"), [(90, 512, "tma"), (90, 256, "tma"), (80, 384, "pointer")])
+def test_sums_of_many_small_matrices_are_ours(arch: int, m: int, kernel: str) -> None:
+    """The library copies the summand first, and that takes as long as half of the product."""
+    rate, bandwidth, reach = {90: (595e12, 4.8e12, 0.75), 80: (207e12, 2.039e12, 0.69)}[arch]
+    copied = 2 * rate / (bandwidth * m)
+    assert reach * (1 + copied) >= 1.05
+    choice = choose(square(m, op="gemm_axpby", k=4 * m, batch=64), arch)
+    assert (choice.kernel, choice.tile) == (kernel, SQUARE)
 
 
 def test_only_candidates_are_chosen() -> None:

@@ -17,12 +17,14 @@ from canzona_compile.ir.program_ops import parts
 from canzona_compile.ir.step import Leaf, Role, Template
 from canzona_compile.lowering.batch_graph import (
     FOREACH,
+    REDUCTIONS,
     lift_apply,
     lift_prepare,
     lift_stacked,
     overwriting_chain,
 )
 from canzona_compile.lowering.stacking import stackable
+from canzona_compile.machine.hardware import Machine
 from tests.harness.random_graphs import NUMBERS, equal, evaluate, templates, values_for
 from tests.harness.samples import CPU, Builder, empty
 from tests.harness.untimed import untimed
@@ -247,3 +249,23 @@ def test_parts_of_lists_and_stacks() -> None:
     rows = (slice(0, 2), slice(1, 4))
     found = parts([*values], [(0, *rows), (1, *rows)])
     assert torch.equal(parts(values, [(slice(None), *rows)])[0], torch.stack(found))
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_and_sums_of_a_stack_run_at_once_on_cuda(keepdim: bool) -> None:
+    """On CPU, where their bits are promised, they loop."""
+    b = Builder(x=empty((6, 4)))
+    norm = b.call("norm", aten.linalg_vector_norm.default, b["x"], 2, None, keepdim)
+    rows = b.call("rows", aten.sum.dim_IntList, b["x"], [1], True)
+    bounded = b.call("bounded", aten.clamp.default, norm, 1e-7)
+    graph = b.returns(b.call("scaled", aten.div.Tensor, b["x"], bounded), b.call("even", aten.div.Tensor, b["x"], rows))
+    tasks = [{"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(i))} for i in range(3)]
+    for machine, targets in (
+        (Machine("cuda", "nccl", 1), {aten.linalg_vector_norm.default, aten.sum.dim_IntList}),
+        (CPU, set()),
+    ):
+        lifted = lift_stacked(graph, ["x"], (), lambda n, m=machine: stackable(n, m, True), foreach=False)
+        called = [n.target for n in lifted.graph.nodes if n.op == "call_function"]
+        assert {t for t in called if t in REDUCTIONS} == targets
+        found = evaluate(lifted.graph, {"x": torch.stack([t["x"] for t in tasks])})
+        assert alike([list(own) for own in found], one_by_one(graph, tasks))
