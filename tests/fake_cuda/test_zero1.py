@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.fake_cuda.communicators import DeviceGroup
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.zero1_trainings import (
     CUT,
@@ -76,7 +78,7 @@ def test_bits_of_the_plain_optimizer(name: str, seeds: range) -> None:
 def test_elementwise_updates_have_the_bits_of_the_plain_optimizer() -> None:
     script = Script("adamw", options=FORWARD, clip=1.0, accumulate=2, side=True)
     results = run_script(script, 0)
-    assert different(results, [plain_training(script)] * script.world) == []
+    assert different(results, of_ranks(script, plain_training(script))) == []
 
 
 def test_buckets_are_of_both_kinds() -> None:
@@ -111,3 +113,11 @@ def test_a_steady_step_waits_for_nothing_and_launches_no_more_for_more_parameter
         backward, clip, _ = results[0].launches
         found.append((backward - Counter(add=2 * count, mul=2 * count), clip))  # the model's own work
     assert found[0] == found[1]
+
+
+def test_gloo_between_devices() -> None:
+    """Where gloo moves tensors of devices, owners sum what an all-to-all brings, and send what they updated."""
+    script = Script("chain", UNEVEN, clip=1.0, side=True, options=FORWARD)
+    with mock.patch.object(DeviceGroup, "name", return_value="gloo"):
+        results = run_script(script, 0)
+    assert different(results, of_ranks(script, plain_training(script))) == []
