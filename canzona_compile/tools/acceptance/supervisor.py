@@ -38,6 +38,7 @@ GRACE = 10.0  # seconds that the others have once a rank has failed: it need not
 LAST_WORDS = 20.0  # seconds in which a program that took too long says what it knows
 ENDING = 30.0  # seconds that a program keeps for its end
 PACKING = 10.0 + LAST_WORDS  # seconds that a run keeps for its own end
+IN_HASTE = 90.0  # seconds for a step on ranks if the run has a limit: a hang leaves time for the others
 SHORTEST = 20.0  # seconds: a step that has less is not begun
 OUT_OF_TIME = "no time was left for it"
 MARGIN = 120.0  # seconds that supervisors wait for one another beyond all limits
@@ -125,7 +126,7 @@ class Supervisor:
             ranks: how many ranks take it.
         """
         machine = self.machines[ranks]
-        reason, limit = self._of_the_first(f"{number}/begin", lambda: self._begun(machine, step))
+        reason, limit, cut = self._of_the_first(f"{number}/begin", lambda: self._begun(machine, step))
         if reason:
             self._note(StepResult.of(step, ranks, "skipped", reason))
             return
@@ -140,16 +141,19 @@ class Supervisor:
             if work.ends_ranks or any(end.status != "passed" for end in ends):
                 self.close()
         result = judged(step, ends, ranks)
-        if limit < step.limit and all(end.status in ("passed", "hung") for end in ends) and result.status == "failed":
+        if cut and all(end.status in ("passed", "hung") for end in ends) and result.status == "failed":
             result = replace(result, status="skipped", said=f"{OUT_OF_TIME}: ended after {limit:.0f} s")
         self.failed |= result.status == "failed"
         self._note(replace(result, seconds=round(time.monotonic() - begin, 1)))
 
-    def _begun(self, machine: AcceptedMachine, step: AcceptanceStep) -> tuple[str, float]:
-        """Why a step is skipped, or nothing; and how many seconds it has."""
+    def _begun(self, machine: AcceptedMachine, step: AcceptanceStep) -> tuple[str, float, bool]:
+        """Why a step is skipped, or nothing; how many seconds it has; and whether these are fewer than it may need."""
+        limit = step.limit
+        if self.deadline is not None and isinstance(step.work, OnRanks) and not step.work.ends_ranks:
+            limit = min(limit, IN_HASTE)
         left = math.inf if self.deadline is None else self.deadline - time.monotonic() - PACKING
         reason = machine.missing(step) or (OUT_OF_TIME if left < SHORTEST else "")
-        return reason, min(step.limit, left)
+        return reason, min(limit, left), left < limit
 
     def close(self) -> None:
         """End the ranks; the next step starts others."""
