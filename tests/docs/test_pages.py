@@ -290,6 +290,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
+def test_every_script_can_be_downloaded() -> None:
+    listed = re.findall(r"\(scripts/(\w+)\.py\)\{ download \}", (DOCS / "scripts.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(SCRIPTS)
+
+
 @pytest.mark.full
 def test_the_site_builds_without_network(tmp_path: Path) -> None:
     """Strictly: a broken link, a missing snippet or a docstring that does not render is an error."""
