@@ -24,8 +24,8 @@ from canzona_compile.compat.torch_private import (
     dispatch_modes,
     guarded_values,
     set_in_dynamo,
-    without_function_modes,
     without_extras,
+    without_function_modes,
     without_view_records,
 )
 from canzona_compile.replica.twin import as_written
