@@ -21,8 +21,8 @@ from canzona_compile.analysis.step_time import (
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task
 from canzona_compile.lowering.stacking import stacks
+from canzona_compile.lowering.symmetric_products import rewritten
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.passes.symmetry import rewritten
 
 TOLERANCE = 0.01  # fraction of the predicted time that the pass may give up to save memory
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of micro-groups that the pass tries

@@ -22,10 +22,10 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.options import Numerics, Options
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.kernels.ops import SYM_GEMM
+from canzona_compile.lowering.symmetric_products import rewritten as with_halves
 from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.passes.gram import rewritten
-from canzona_compile.passes.symmetry import rewritten as with_halves
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.report.build import Facts, make_report
 from examples.optimizers.shampoo import Shampoo

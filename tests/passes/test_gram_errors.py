@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.passes.symmetry import rewritten as with_halves
+from canzona_compile.lowering.symmetric_products import rewritten as with_halves
 from tests.harness.random_graphs import evaluate
 from tests.passes.iterations import JORDAN, QUINTICS, Iteration, rewrite
 

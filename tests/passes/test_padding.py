@@ -17,10 +17,10 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.ops import PAD_CAST, SYM_GEMM
+from canzona_compile.lowering.symmetric_products import rewritten
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.passes import Padding, lowering_passes, planning_passes
 from canzona_compile.passes.padding import padded, wanted
-from canzona_compile.passes.symmetry import rewritten
 from tests.harness.marks import crossed, first
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import Builder, empty, grid_of, muon_step

@@ -14,7 +14,7 @@ from canzona_compile.analysis.symmetry_proof import symmetric_values
 from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.printer import show_nodes
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
-from canzona_compile.passes.symmetry import rewritten
+from canzona_compile.lowering.symmetric_products import rewritten
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import Builder, empty
 from tests.harness.untimed import untimed
