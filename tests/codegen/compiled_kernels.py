@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def operators(dtype: torch.dtype) -> list[PointwiseProgram]:
     return [work.program() for work in works]
 
 
-def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
+def compile_for(arch: int, text: str, programs: Sequence[PointwiseProgram]) -> dict[str, Any]:
+    width, operands = (max(own) for own in zip(*((p.width, len(p.dtypes)) for p in programs), strict=True))
     made = triton.compile(
         ASTSource(
             fn=loaded(text),
@@ -126,10 +128,11 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
                 "numbers": "*i64",
                 "tiles": "i32",
                 "WIDTH": "constexpr",
+                "OPERANDS": "constexpr",
                 "BLOCK": "constexpr",
             },
-            constexprs={(3,): width, (4,): BLOCK},
-            attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
+            constexprs={(5,): width, (6,): operands, (7,): BLOCK},
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(4)},
         ),
         target=GPUTarget("cuda", arch, 32),
         options=dict(OPTIONS),
@@ -170,11 +173,11 @@ if __name__ == "__main__":
     results, arch = {}, int(sys.argv[1])
     for name, (programs, forms) in KERNELS.items():
         branches = [(i, form) for i in range(len(programs)) for form in forms]
-        text, width = source(name, programs, branches), max(p.width for p in programs)
-        results[name] = compile_for(arch, text, width)
+        text = source(name, programs, branches)
+        results[name] = compile_for(arch, text, programs)
     for dtype in (torch.float32, torch.float64) if arch == 90 else ():
         programs = operators(dtype)
         text = source("operators", programs, [(i, (1, True)) for i in range(len(programs))])
-        needs = compile_for(arch, text, max(p.width for p in programs))
+        needs = compile_for(arch, text, programs)
         results[str(dtype)] = needs | {"functions": text.count("@triton.jit") - 1}
     print(json.dumps(results))
