@@ -110,7 +110,7 @@ NAMED: dict[str, Callable[..., Any]] = {
     "graph": recording,
     "graph_pool_handle": lambda: (0, next(HANDLES)),
     "is_current_stream_capturing": is_capturing,
-    "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=2),
+    "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=2, major=9, minor=0),
     "synchronize": lambda device=None: own(device).finish_all(),
 }
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.fake_cuda.communicators import DeviceGroup
+from canzona_compile.data_parallel import collectives
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.zero1_trainings import (
     CUT,
@@ -118,6 +118,12 @@ def test_a_steady_step_waits_for_nothing_and_launches_no_more_for_more_parameter
 def test_gloo_between_devices() -> None:
     """Where gloo moves tensors of devices, owners sum what an all-to-all brings, and send what they updated."""
     script = Script("chain", UNEVEN, clip=1.0, side=True, options=FORWARD)
-    with mock.patch.object(DeviceGroup, "name", return_value="gloo"):
+    with mock.patch.object(collectives, "over_gloo", return_value=True):
         results = run_script(script, 0)
+    assert different(results, of_ranks(script, plain_training(script))) == []
+
+
+def test_whole_gradients_are_sent_between_devices() -> None:
+    script = Script("adamw", UNEVEN, steps=2, reads=True, options=SMALL)
+    results = run_script(script, 0)
     assert different(results, of_ranks(script, plain_training(script))) == []

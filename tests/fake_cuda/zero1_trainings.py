@@ -104,6 +104,7 @@ class Script:
         side: whether the model runs on another stream than steps do.
         rates: by step, a new learning rate.
         dtype: of parameters and gradients.
+        reads: whether the whole gradients of the last step are gathered, and compared as the state is.
         options: of `zero1`.
     """
 
@@ -119,6 +120,7 @@ class Script:
     side: bool = False
     rates: dict[int, float] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    reads: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -185,6 +187,7 @@ def plain_training(script: Script) -> RankResult:
     """Train with plain optimizers, given the gradients that reductions in the order of ranks would give."""
     model = Parts(first_values(script))
     optimizers = members(MAKERS[script.make](model))
+    read: list[Tensor] = []
     for step in range(script.steps):
         set_rate(optimizers, script.rates.get(step))
         for name, param in model.named_parameters():
@@ -192,10 +195,12 @@ def plain_training(script: Script) -> RankResult:
             param.grad = reduced(script, step, part, own, param.detach())
         if script.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), script.clip)
+        if script.reads:
+            read = [param.grad.clone() for param in model.parameters() if param.grad is not None]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return RankResult(params_of(model), state_of(optimizers), [], [], (), [])
+    return RankResult(params_of(model), [*state_of(optimizers), *read], [], [], (), [])
 
 
 def reduced(script: Script, step: int, part: str, name: str, param: Tensor) -> Tensor | None:
@@ -251,6 +256,7 @@ def train(script: Script, rank: int) -> RankResult:
     waits: list[tuple[int, int]] = []
     calls: list[Counter[str]] = []
     launches: list[Counter[str]] = []
+    read: list[Tensor] = []
     for step in range(script.steps):
         set_rate(own, script.rates.get(step))
         before, called = device.waits, Counter(device.calls)
@@ -263,6 +269,8 @@ def train(script: Script, rank: int) -> RankResult:
             if script.clip is not None:
                 handle.clip_grad_norm_(script.clip)
             launched.append(Counter(device.launches))
+            if script.reads:
+                read = [param.grad.full_tensor() for param in model.parameters()]
             for member in [optimizer] if not isinstance(optimizer, list) else own:
                 member.step()
                 member.zero_grad()
@@ -272,7 +280,8 @@ def train(script: Script, rank: int) -> RankResult:
     with training():
         handle.synchronize()
     look()
-    return RankResult(params_of(model), state_of(own), waits, calls, tuple(launches), kinds)
+    state = [*state_of(own), *(plain_of(grad).clone() for grad in read)]
+    return RankResult(params_of(model), state, waits, calls, tuple(launches), kinds)
 
 
 def one_pass(script: Script, model: nn.Module, handle: Any, stream: Any, step: int, micro: int) -> None:
