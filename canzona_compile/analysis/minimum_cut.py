@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 N = TypeVar("N", bound=Hashable)
@@ -29,9 +30,10 @@ class Network(Generic[N]):
         Raises:
             ValueError: every cut is infinite.
         """
-        self._left.setdefault(source, {}), self._left.setdefault(sink, {})
+        for end in (source, sink):
+            self._left.setdefault(end, {})
         while len(path := self._path(source, sink)) > 1:
-            edges = list(zip(path, path[1:], strict=False))
+            edges = list(pairwise(path))
             flow = min(self._left[tail][head] for tail, head in edges)
             if math.isinf(flow):
                 raise ValueError("the minimum cut is infinite")

@@ -32,7 +32,7 @@ from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.replica.memory import given_to, storage_of
 from canzona_compile.replica.memory import written_by as operands_written
-from canzona_compile.replica.raised import Note, Refused, Untraceable
+from canzona_compile.replica.raised import WATCHES_STEPS, Note, Refused, Untraceable
 
 MADE_BY_TORCH = "_TorchDynamoContext.__call__."  # how the qualified name of such a function begins
 USERS, SETTINGS = "fn", "self"  # what holds the user's function and the settings in it
@@ -84,6 +84,7 @@ def watched_calls(begin: Callable[[FrameType], None], end: Callable[[Any, bool],
             instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]  # a call that raises seems to return None
             end(argument, instruction.startswith("RETURN"))
 
+    setattr(watch, WATCHES_STEPS, True)
     sys.setprofile(watch)
     try:
         yield

@@ -6,7 +6,7 @@ import contextlib
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class OneByOne(Plainly):
             first, so that what one step leaves to the next shows.
         company: what a step sees beside its parameter.
     """
+
+    asks: ClassVar[bool] = False
 
     def __init__(self, counters: bool, in_order: bool = False, company: VisibleContext = VisibleContext.NONE) -> None:
         self.counters, self.in_order, self.company = counters, in_order, company
@@ -86,6 +88,8 @@ class OneByOne(Plainly):
 
 class AtOnce(Plainly):
     """Steps whole copies of all parameters on a twin, as the rank does that steps them all."""
+
+    asks: ClassVar[bool] = False
 
     def step(self) -> None:
         """Step all parameters."""
@@ -147,6 +151,8 @@ class OwnObjects(Plainly):
     Attributes:
         moving: the patterns of the paths at which objects have numbers that change.
     """
+
+    asks: ClassVar[bool] = False
 
     def __init__(
         self, recipe: Recipe, device: torch.device, atoms: Mapping[str, Any], restored_at: int | None = None

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,8 +33,13 @@ TINY = 2.0**-30  # the factor by which some elements of parameters shrink before
 
 
 class Plainly:
-    """A way to step a miniature: all parameters together, as the plain optimizer does. Others derive from it."""
+    """A way to step a miniature: all parameters together, as the plain optimizer does. Others derive from it.
 
+    Attributes:
+        asks: whether it is watched what steps ask: only of plain ones does anybody want to know it.
+    """
+
+    asks: ClassVar[bool] = True
     small: Miniature
 
     def begin(self, small: Miniature) -> None:
@@ -126,7 +131,7 @@ def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSte
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
         try:
-            with watched(small, scenario, number, lines, found):
+            with watched(small, scenario, number, lines, found.asks_layout if stepping.asks else None):
                 found.returned.append(stepping.step())
         except CanzonaError:
             raise
@@ -194,14 +199,14 @@ def change_what_users_change(small: Miniature, scenario: Scenario, number: int) 
 
 
 @contextlib.contextmanager
-def watched(small: Miniature, scenario: Scenario, number: int, lines: Lines, found: RehearsedSteps) -> Iterator[None]:
+def watched(small: Miniature, scenario: Scenario, number: int, lines: Lines, asked: set[str] | None) -> Iterator[None]:
     """Inside this context, the step of a number is watched.
 
     A mode costs as much as a small operator, and so does counting lines: only the first steps are watched for all.
 
     Args:
         lines: counts the lines of code that steps execute.
-        found: gets what they ask about the layout of gradients.
+        asked: gets what they ask about the layout of gradients; None if nobody wants to know that.
     """
     grads = [param.grad for param in small.params if param.grad is not None]
     odd, first = scenario.is_odd(number), number == 0
@@ -209,8 +214,8 @@ def watched(small: Miniature, scenario: Scenario, number: int, lines: Lines, fou
         stack.enter_context(as_written())
         if first:
             stack.enter_context(NoCollectives())
-        if number < ASKING:
-            stack.enter_context(LayoutQuestions(grads, small.params, found.asks_layout))
+        if number < ASKING and asked is not None:
+            stack.enter_context(LayoutQuestions(grads, small.params, asked))
         if any(map(unfinished, grads)):
             stack.enter_context(NoCrash())
         if odd or first:

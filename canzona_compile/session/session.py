@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.garbage import seldom_collected
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL
 from canzona_compile.errors import CanzonaError, problem_of
@@ -215,7 +216,7 @@ class Session(PortableState):
         return self._planned() if change is not None and change.kind is ChangeKind.REPLAN else driver
 
     def _planned(self) -> StepDriver:
-        with during(self.measuring.clock, "plan"):
+        with during(self.measuring.clock, "plan"), seldom_collected():
             self.release()
             driver = self.driver = self._start()
         driver.clock = self.measuring.clock
