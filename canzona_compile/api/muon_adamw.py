@@ -57,16 +57,16 @@ def muon_adamw(
     choice = hidden_matrices(model, matrices, others)
     if not choice.matrices:
         raise CanzonaError(
-            "the model has no hidden matrix that Muon could train",
+            "the model has no hidden matrix for Muon to train",
             at="muon_adamw(model)",
-            hint="print(canzona_compile.hidden_matrices(model)) says why; matrices= overrides it by name",
+            hint="print(canzona_compile.hidden_matrices(model)) shows why; pass matrices= to choose matrices by name",
         )
     for name, param in choice.matrices:
         if param.ndim != 2:
             raise CanzonaError(
-                f"torch.optim.Muon takes matrices, and this has {param.ndim} dims",
+                f"torch.optim.Muon takes 2-D matrices, but this parameter has {param.ndim} dims",
                 at=name,
-                hint="leave it to AdamW: narrow matrices=",
+                hint="narrow the patterns of matrices= to leave it to AdamW",
             )
     made = plain_muon_adamw(choice.matrices, choice.others, lr, weight_decay, muon, adamw)
     return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)

@@ -34,10 +34,10 @@ def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise CanzonaError(
             f"wrap_cls takes a subclass of torch.optim.Optimizer, not {told(optimizer_class)}",
-            hint="for an optimizer that exists, call wrap",
+            hint="to wrap an optimizer that already exists, call wrap(optimizer)",
         )
     if hasattr(optimizer_class, "_canzona_plain_class"):
-        raise CanzonaError(f"{optimizer_class.__name__} is wrapped already", hint="pass the plain class")
+        raise CanzonaError(f"{optimizer_class.__name__} is already wrapped", hint="pass the plain optimizer class")
     check_step_signature(optimizer_class)
     inspect.signature(wrap).bind(None, **options)
     Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})
@@ -48,8 +48,8 @@ def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
 
     def refuse(cls: type[Any], **kwargs: Any) -> None:
         raise CanzonaError(
-            f"a subclass of wrap_cls({optimizer_class.__name__}) would never be built",
-            hint=f"subclass {optimizer_class.__name__}, and give the subclass to wrap_cls",
+            f"the class from wrap_cls({optimizer_class.__name__}) cannot be subclassed",
+            hint=f"subclass {optimizer_class.__name__}, then call wrap_cls on the subclass",
         )
 
     members = {

@@ -125,6 +125,6 @@ class Audit:
                 f"audit: after this step {int((~same).sum())} of {same.numel()} elements differ from the plain "
                 f"optimizer's, by {float(off):.3g} at most",
                 at=one.task.name,
-                hint="its step reads something that the rehearsal did not meet: please report it; go back "
+                hint="its step depends on something that canzona_compile did not detect. Please report it, go back "
                 "to a checkpoint and train with the plain optimizer",
             )

@@ -23,9 +23,9 @@ from canzona_compile.session.step_driver import StepDriver
 Ranks = tuple[int, ...]
 LAST_STEP = Purpose(
     "the last step of measure()",
-    "because each of them has measured itself alone",
-    "see what the missing ranks wrote: they died, raised an error, or take fewer steps. This step has updated all "
-    "parameters; to measure again, call measure() on all ranks before the same step",
+    "to combine what each rank has measured",
+    "look at the output of the missing rank: it died, raised an error, or takes fewer steps. This step has updated all "
+    "parameters. To measure again, call measure() on all ranks before the same step",
 )
 
 
@@ -148,7 +148,7 @@ class Measuring:
             CanzonaError: `steps` is not positive.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise CanzonaError(f"steps is {steps!r}, not a positive integer", at="measure()", hint="5 steps say enough")
+            raise CanzonaError(f"steps is {steps!r}, not a positive integer", at="measure()", hint="5 steps are enough")
         self.end()
         self.wanted, self.found = steps, None
         self.clock = StepClock(device)

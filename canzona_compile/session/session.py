@@ -348,7 +348,7 @@ class Session(PortableState):
             CanzonaError: no step was taken yet.
         """
         if self.driver is None or self.driver.last is None:
-            raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
+            raise CanzonaError("there is no plan yet", hint="call step() once; the first step makes the plan")
         return self.driver.last.step, self.driver.last.history
 
     def reported(self) -> Step:

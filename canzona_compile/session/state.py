@@ -233,7 +233,9 @@ class StateStore:
         value = read(state, path)
         if value is None:
             raise CanzonaError(
-                f"the state has no {leaf.name!r}", at=task.name, hint="load a checkpoint of this optimizer"
+                f"the state of the parameter lacks {leaf.name!r}",
+                at=task.name,
+                hint="load a checkpoint of this optimizer",
             )
         param, key = self.params[task.name], (task.name, leaf.name)
         if not self.is_resident(leaf, task.name):
@@ -255,9 +257,9 @@ class StateStore:
             value = held_part(value, param, self._box(task))
         if tuple(value.shape) != expected:
             raise CanzonaError(
-                f"state {leaf.name!r} is {list(value.shape)}, this rank's fragment {list(expected)}",
+                f"state {leaf.name!r} has shape {list(value.shape)}, but this rank's shard has {list(expected)}",
                 at=task.name,
-                hint="load a checkpoint of the same layout, or through torch.distributed.checkpoint",
+                hint="load a checkpoint with the same sharding, or load with torch.distributed.checkpoint",
             )
         return value.to(leaf.dtype)
 

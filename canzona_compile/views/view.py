@@ -183,7 +183,7 @@ class ParamView:
             return value.clone()
         if value.shape != self.source.shape:
             raise CanzonaError(
-                f"state {'.'.join(map(str, path))!r} of shape {list(value.shape)} does not divide like its parameter",
+                f"state {'.'.join(map(str, path))!r} of shape {list(value.shape)} cannot be split like its parameter",
                 at=self.name,
                 hint="load a checkpoint of this optimizer that was made with the same split=",
             )
