@@ -127,7 +127,8 @@ def wrap(
         raise CanzonaError(
             "the planner 'exact' stops at a time limit, so ranks would make different plans",
             at="wrap(..., planner=)",
-            hint="write a plan once with `canzona-compile plan --exact --format json -o plan.json`, then pass plan='plan.json'",
+            hint="write a plan once with `canzona-compile plan --exact --format json -o plan.json`, then pass "
+            "plan='plan.json'",
         )
     options = made_options(
         split,
@@ -152,7 +153,8 @@ def wrap(
         raise CanzonaError(
             f"{type(chain).__name__} is a subclass of Chain, and a wrapped chain would not call its step",
             at="wrap(chain)",
-            hint="wrap canzona_compile.chain(*optimizers), and move what the subclass adds to step hooks or a scheduler",
+            hint="wrap canzona_compile.chain(*optimizers), and move what the subclass adds to step hooks or a "
+            "scheduler",
         )
     several = chain is not None or len(members) > 1
     each = options_of(members, options, model) if several else [options]

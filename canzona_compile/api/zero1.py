@@ -166,8 +166,8 @@ def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> N
     if others and not meshes and group.size * group.replicas == 1:
         warnings.warn(
             CanzonaWarning(
-                f"mesh= has one rank, but the job has {others} more, and gradients are not reduced between them. To train "
-                'one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. For pipeline stages of one '
+                f"mesh= has one rank, but the job has {others} more, and gradients are not reduced between them. To "
+                'train one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. For pipeline stages of one '
                 "rank each, ignore this."
             ),
             stacklevel=3,

@@ -115,5 +115,6 @@ def check_meshes(meshes: Mapping[str, DeviceMesh], ranks: Sequence[int]) -> None
             raise CanzonaError(
                 f"the parameter is sharded over {mesh}, which contains data-parallel ranks",
                 at=name,
-                hint="zero1 needs every data-parallel rank to hold the whole parameter; with FSDP2 call wrap(optimizer)",
+                hint="zero1 needs every data-parallel rank to hold the whole parameter; with FSDP2 call "
+                "wrap(optimizer)",
             )

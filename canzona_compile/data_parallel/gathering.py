@@ -219,8 +219,8 @@ class ForwardHooks:
         """
         if name in self._early and name not in self._called:
             raise CanzonaError(
-                "the forward pass read it before it was gathered, because its module was not called",
+                "the forward pass read the parameter before it was gathered, because its module was not called",
                 at=name,
-                hint='use gather="step", or call optimizer.canzona.synchronize() before code that reads parameters '
+                hint='pass gather="step", or call optimizer.canzona.synchronize() before code that reads parameters '
                 "without calling their module, such as model.encode(x) or model.forward(x)",
             )

@@ -54,7 +54,7 @@ class OwnerSession(Session):
         begun: called in that context when this rank can take the step; raises unless all ranks can.
     """
 
-    lost_in_copies: ClassVar[str] = "zero1 is lost in a copy of the optimizer: a copy of the model has no buckets"
+    lost_in_copies: ClassVar[str] = "copies of an optimizer lose zero1, because a copy of the model has no buckets"
     holds: ClassVar[str] = "what it owns"
     may_move_owners: ClassVar[bool] = False
 

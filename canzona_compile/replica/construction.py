@@ -114,7 +114,9 @@ class Construction:
             raise NotConstructible(f"{name}'s constructor fails: {first_line(error)}{blamed(error)}") from error
         arranged = [[id(p) for p in group["params"]] for group in made.param_groups]
         if arranged != [[id(p) for p in group["params"]] for group in groups]:
-            raise NotConstructible("its constructor arranges parameters in other groups than they are in")
+            raise NotConstructible(
+                "its constructor makes different parameter groups from those that the optimizer has now"
+            )
         for own, group in zip(made.param_groups, groups, strict=True):
             own.update(hypers(group))
         vars(made).update(self.atoms)
@@ -236,9 +238,9 @@ def check_likeness(
     if places := changed(wanted, found):
         first = places[0]
         raise NotConstructible(
-            f"what its constructor makes of the arguments that can be recovered has other {some(places)}"
-            f" (such as {told(found.get(first))} instead of {told(wanted.get(first))}): an argument is kept under "
-            "another name, or the optimizer was changed since"
+            f"calling its constructor with the recovered arguments gives a different {some(places)}"
+            f" ({told(found.get(first))} instead of {told(wanted.get(first))} for the first): an argument is stored "
+            "under another name, or the optimizer was changed later"
         )
 
 

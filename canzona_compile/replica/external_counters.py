@@ -61,8 +61,8 @@ def step_alone(twin: Optimizer) -> Counts:
     numbers = counts_of(twin)
     if others := [name for name in changed if name not in numbers]:
         raise UnsupportedOptimizer(
-            f"{plain_class(twin).__name__}.step changes {' and '.join(map(str, others))}, which belong to no parameter",
-            hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
+            f"{plain_class(twin).__name__}.step changes {' and '.join(map(str, others))}, outside of self.state[param]",
+            hint="keep statistics in self.state[param]; elsewhere only plain numbers may change",
         )
     return {name: numbers[name] for name in changed}
 

@@ -67,5 +67,5 @@ def advice(holder: object) -> str:
         return ""
     places = some([f"self.{name}" for name in inner])
     if sum(map(len, inner.values())) == 1:
-        return f"{type(holder).__name__} holds another optimizer: wrap that one, {places}, before it is given"
-    return f"{type(holder).__name__} holds other optimizers: wrap each of those, {places}, before they are given"
+        return f"{type(holder).__name__} holds another optimizer: wrap that one, {places}, before you pass it in"
+    return f"{type(holder).__name__} holds other optimizers: wrap each of them, {places}, before you pass them in"

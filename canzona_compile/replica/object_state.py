@@ -289,12 +289,12 @@ def put_back(found: Mapping[str, KeptPlace], leaves: Mapping[str, Any]) -> None:
     notes = read_notes(leaves[NOTES])
     texts: dict[str, Any] = notes["texts"]
     if missing := lacking(found, leaves):
-        raise NoPlace(f"{missing[0]} has no place")
+        raise NoPlace(f"{missing[0]} is saved but does not exist in the optimizer")
     if len(leaves) - 1 != notes["leaves"]:
-        raise NoPlace(f"there are {len(leaves) - 1} leaves of {notes['leaves']}")
+        raise NoPlace(f"the checkpoint has {len(leaves) - 1} of {notes['leaves']} saved values")
     for name, shape in shapes_in(leaves).items():
         if notes["shapes"].get(name) != shape:
-            raise NoPlace(f"{name} has the shape {shape} and was saved with {notes['shapes'].get(name)}")
+            raise NoPlace(f"{name} has shape {shape}, but was saved with shape {notes['shapes'].get(name)}")
     wanted = {**{k: v for k, v in leaves.items() if k != NOTES}, **texts}
     known = {path for path, place in found.items() if not isinstance(place.value, TEXTS)}
     if extra := sorted(known - wanted.keys()):

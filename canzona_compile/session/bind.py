@@ -217,9 +217,7 @@ class Binder:
 
     def by_piece(self, own: Described, bound: Sequence[BoundParam]) -> list[BoundParam]:
         """Let owners step pieces whose update is elementwise, but depends on their sizes."""
-        why = (
-            "its elementwise work depends on the size of each part of split=, but parts have no fragments of their own"
-        )
+        why = "its elementwise work depends on the sizes of the pieces, which have no fragments of their own"
         kinds = [self.capture.interpreted(replace(own.spec, shape=b.task.shape), why) for b in bound]
         return [
             replace(b, kind=kind, task=replace(b.task, template=kind.template.name))

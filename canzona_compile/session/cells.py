@@ -147,8 +147,8 @@ class Cells:
             self.optimizer.state[bound.param] = {OWN_OBJECT: made}
         elif state and not same_state(state, made.optimizer.state.get(made.param) or {}):
             raise CanzonaError(
-                "the plain optimizer has already stepped, and its state cannot be moved into the optimizer objects that "
-                "owners use for this optimizer",
+                "the plain optimizer has already stepped, and its state cannot be moved to the optimizer objects of "
+                "owner ranks",
                 at=task.name,
                 hint="call wrap before the first step, and load only checkpoints that the wrapped optimizer saved",
             )
@@ -293,14 +293,14 @@ def check_whole(bound: Mapping[str, BoundParam]) -> None:
         check_no_fragments(own.origin)
         if own.division is not None or own.stand_in is not None or tuple(own.param.shape) != own.task.shape:
             raise UnsupportedOptimizer(
-                "the optimizer steps all parameters at once and needs them whole, but split= or layout= cuts this one",
+                "the optimizer steps all parameters at once and needs each one whole, but this one is cut",
                 at=name,
                 hint="call wrap without split= and layout=, and do not shard a stack between its matrices",
             )
         if not torch.empty_strided(own.task.shape, own.param.stride(), device="meta").is_contiguous():
             raise UnsupportedOptimizer(
-                "the optimizer steps contiguous copies of all parameters at once. This parameter is not contiguous, so sums "
-                "over its copy would round differently",
+                "the optimizer steps contiguous copies of all parameters at once. This parameter is not contiguous, so "
+                "sums over its copy would round differently",
                 at=name,
                 hint="make the parameter contiguous before constructing the optimizer",
             )

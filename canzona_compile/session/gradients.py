@@ -94,8 +94,8 @@ class StepGradients:
             check_main_gradients({name: b.origin for name, b in bound.items()})
         if habits.needs_gradients and (bare := [name for name in bound if name not in self.found]):
             raise InvalidGradient(
-                f"{plain_class(self.capture.optimizer).__name__}.step changes parameters that have no gradient, or fails on "
-                "them",
+                f"{plain_class(self.capture.optimizer).__name__}.step changes parameters that have no gradient, or "
+                "fails on them",
                 at=some(bare),
                 hint='give every parameter a gradient, or call wrap(..., missing_grads="zero") to use zeros',
             )

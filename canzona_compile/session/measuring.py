@@ -23,7 +23,7 @@ from canzona_compile.session.step_driver import StepDriver
 Ranks = tuple[int, ...]
 LAST_STEP = Purpose(
     "the last step of measure()",
-    "to combine what each rank has measured",
+    "because each rank has measured only itself",
     "look at the output of the missing rank: it died, raised an error, or takes fewer steps. This step has updated all "
     "parameters. To measure again, call measure() on all ranks before the same step",
 )

@@ -228,18 +228,18 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
     if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
         raise InvalidGradient(
             f"the gradient has placements {getattr(grad, 'placements', 'of a plain tensor')}, "
-            f"the parameter has {param.placements}",
+            f"but the parameter has {param.placements}",
             at=name,
             hint="call grad.redistribute(placements=param.placements) before step()",
         )
     if local_part(grad).shape != local_part(param).shape:
         raise InvalidGradient(
-            f"the local shard of the gradient is {list(local_part(grad).shape)}, that of the parameter "
-            f"{list(local_part(param).shape)}",
+            f"the local shard of the gradient is {list(local_part(grad).shape)}, but the shard of the "
+            f"parameter is {list(local_part(param).shape)}",
             at=name,
         )
     if grad.dtype != expected:
-        raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)
+        raise InvalidGradient(f"the gradient is {grad.dtype}, but the plan was made for {expected}", at=name)
 
 
 def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> None:

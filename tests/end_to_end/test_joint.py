@@ -337,5 +337,5 @@ def under_zero1() -> str:
 @pytest.mark.ranks
 def test_zero1_refuses_them() -> None:
     for said in run(2, under_zero1):
-        assert "zero1 gives every matrix to another owner, but NormOnItself couples parameters" in said
+        assert "zero1 spreads matrices over owner ranks, but NormOnItself couples parameters" in said
         assert "wrap(optimizer, replicate=mesh)" in said

@@ -296,8 +296,8 @@ def check_member(optimizer: Any) -> None:
         )
     if required := required_arguments(plain_class(optimizer)):
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step requires {', '.join(required)}, because it evaluates the model several "
-            "times per step, but a chain calls the closure once for all its optimizers",
+            f"{plain_class(optimizer).__name__}.step requires {', '.join(required)}, because it evaluates the model "
+            "several times per step, but a chain calls the closure once for all its optimizers",
             at="chain()",
             hint="leave it out of the chain and call its step() separately",
         )
@@ -370,7 +370,8 @@ def check_saved(saved: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> No
             foreign, missing = group.keys() & every - own, own - group.keys()
             if foreign and missing:
                 raise CanzonaError(
-                    f"a saved group for {plain_class(optimizer).__name__} has {min(foreign)!r} but lacks {min(missing)!r}",
+                    f"a saved group for {plain_class(optimizer).__name__} has {min(foreign)!r} but lacks "
+                    f"{min(missing)!r}",
                     at="chain.load_state_dict",
                     hint="build the chain from the same optimizers, in the same order, as when it was saved",
                 )

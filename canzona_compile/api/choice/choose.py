@@ -180,7 +180,8 @@ def check_claims(wanted: Mapping[str, str], unwanted: Mapping[str, str], trained
             )
         if trained[name].ndim < 2:
             raise CanzonaError(
-                f"{pattern!r} of matrices= matches a parameter of shape {list(trained[name].shape)}, which is not a matrix",
+                f"{pattern!r} of matrices= matches a parameter of shape {list(trained[name].shape)}, which is not a "
+                "matrix",
                 at=name,
                 hint="make the pattern narrower: end it with '.weight', or leave out norms",
             )
