@@ -1,4 +1,4 @@
-"""Ranks that replicate= needs identical copies and do not: all of them raise at the first step, and nothing is updated."""
+"""Ranks that must hold equal copies and do not: all of them raise at the first step, and nothing is updated."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_everything_is_drawn(nasty_page: Shown) -> None:
     for chart in charts:
         assert shown.view.locator(f"#{chart} .point").count() > 1, chart
     text = shown.text("body")
-    for word in (found.fingerprint, "predicted step", "exposed communication", "buffers per rank"):
+    for word in (found.fingerprint, "predicted step", "waiting for communication", "buffers per rank"):
         assert word in text
     assert f"matrices\n{found.matrices}\n" in text
     assert "20 m n2 + 2 m n + 10 n3 + 1" in text
