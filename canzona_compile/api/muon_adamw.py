@@ -29,7 +29,7 @@ def muon_adamw(
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
-    """Train a whole model: its hidden matrices with Muon, all other parameters with AdamW, each matrix on one rank.
+    """Build one wrapped optimizer for a whole model: Muon for hidden matrices, AdamW for all other parameters.
 
     This is `hidden_matrices`, `chain` and `wrap` in one call. Muon's updates are scaled to the size of AdamW's
     (`adjust_lr_fn="match_rms_adamw"`: by 0.2 times the root of the larger dim, from "Muon is Scalable for LLM

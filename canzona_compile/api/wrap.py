@@ -64,7 +64,7 @@ def wrap(
     cuda_graphs: bool = True,
     audit: int | None = None,
 ) -> Opt:
-    """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
+    """Distribute the steps of an optimizer: each matrix is updated whole, once, by one owner rank.
 
     Args:
         optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
@@ -327,7 +327,7 @@ def no_optimizer(given: object) -> CanzonaError:
 
 
 def unwrap(optimizer: Opt) -> Opt:
-    """Undo `wrap`. This is a collective if owner ranks hold state.
+    """Undo `wrap`, and return the plain optimizer. This is a collective if owner ranks hold state.
 
     Args:
         optimizer: wrapped or not; a plain one stays as it is.
@@ -367,7 +367,7 @@ def detach(optimizer: Optimizer) -> None:
 
 
 def explain(optimizer: Optimizer) -> Explanation:
-    """Tell what `wrap` does with every parameter, and why, without taking a step.
+    """Show how `wrap` updates every parameter, and why, without taking a step.
 
     Before the first step this captures the optimizer's code.
 

@@ -16,7 +16,9 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
-    """Make a class for frameworks: calling it gives `wrap(optimizer_class(...), **options)`.
+    """Wrap an optimizer class, for frameworks that construct the optimizer themselves.
+
+    Calling the new class returns `wrap(optimizer_class(...), **options)`.
 
     Args:
         optimizer_class: any class of optimizers that `wrap` takes.

@@ -25,7 +25,7 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def is_wrapped(optimizer: object) -> bool:
-    """Tell whether an object is an optimizer that steps through canzona_compile."""
+    """Return whether an object is a wrapped optimizer."""
     return hasattr(type(optimizer), "_canzona_plain_class")
 
 

@@ -66,7 +66,7 @@ def zero1(
     audit: int | None = None,
     cuda_graphs: bool = True,
 ) -> Optimizers:
-    """Train a model under data parallelism so that each matrix is updated once, on one rank, without communication.
+    """Replace DDP with ZeRO-1: each gradient is reduced to the rank that owns and updates its matrix.
 
     This takes the place of `DistributedDataParallel(model)` and of `wrap`. During backward, gradients are reduced to
     the ranks that own them. The step updates what each rank owns. An all-gather returns the parameters. A matrix has
@@ -167,8 +167,8 @@ def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> N
         warnings.warn(
             CanzonaWarning(
                 f"mesh= has one rank, but the job has {others} more, and gradients are not reduced between them. To "
-                'train one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. For pipeline stages of one '
-                "rank each, ignore this."
+                'train one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. For pipeline stages '
+                "of one rank each, ignore this."
             ),
             stacklevel=3,
         )

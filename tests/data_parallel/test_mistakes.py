@@ -17,7 +17,7 @@ ON_BOTH = {
     "another_order": "rank 0: blocks.0.norm.weight",
     "another_shape": r"rank 1: head.weight \[301, 64\]",
     "another_trainability": "requires_grad=False not trained",
-    "split_that_fits_nothing": r"'\*.qkv.weight' fits no parameter; there are blocks.0.up.weight",
+    "split_that_fits_nothing": r"'\*.qkv.weight' matches no parameter; the optimizer has blocks.0.up.weight",
     "split_of_another_size": r"(?s)= 112 entries of dim 0; the parameter is \[96, 64\].*blocks.0.up.weight",
     "backward_twice": "(?s)backward ran again.*no_sync",
     "backward_after_a_step_without_zero_grad": "(?s)backward ran again.*zero_grad",

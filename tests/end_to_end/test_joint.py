@@ -324,7 +324,7 @@ def of_two_meshes() -> str:
 @pytest.mark.ranks
 def test_parameters_of_several_meshes_are_refused() -> None:
     for said in run(2, of_two_meshes, after=partial(alone, "norm")):
-        assert "steps all parameters at once, but this one lies on ranks" in said
+        assert "steps all parameters at once, but this one is on ranks" in said
         assert "group0.param2" in said
 
 

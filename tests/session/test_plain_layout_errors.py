@@ -61,7 +61,7 @@ def says(layout: Any, *params: nn.Parameter, **options: Any) -> str:
         (lambda name, param: param.nothing, "the function given as layout= raised AttributeError"),
         (lambda name, param: "rows", "layout= says 'rows'; it takes a mesh"),
         ({"layers.*": 3}, "layout= says 3; it takes a mesh"),
-        ({"other.*": None}, r"'other.\*' fits no parameter; there are layers.0"),
+        ({"other.*": None}, r"'other.\*' matches no parameter; the optimizer has layers.0"),
         (7, "layout= takes patterns of names, a function or a DeviceMesh, not a int"),
     ],
 )

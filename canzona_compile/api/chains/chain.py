@@ -20,7 +20,7 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 
 
 def chain(*optimizers: Optimizer) -> Chain:
-    """Make one optimizer of several, which step one after the other.
+    """Combine several optimizers into one, which steps them one after the other.
 
     Args:
         optimizers: at least one. No two of them may have a parameter in common. Some may be wrapped already; `wrap`
@@ -37,7 +37,7 @@ def chain(*optimizers: Optimizer) -> Chain:
 
 
 class Chain(Optimizer):
-    """Several optimizers as one, see `chain`.
+    """Several optimizers that behave as one, as `chain` returns them.
 
     Its `state_dict` has the form of a plain optimizer that holds the groups of all. Hooks, schedulers, `GradScaler`,
     pickles, copies and the helpers of `torch.distributed.checkpoint` work as they do with any optimizer.

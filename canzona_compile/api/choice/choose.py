@@ -27,7 +27,7 @@ def hidden_matrices(
     *,
     batch_dims: bool = False,
 ) -> Choice:
-    """Choose which parameters of a model a matrix optimizer trains, such as Muon, and say why.
+    """Choose the parameters of a model that a matrix optimizer such as Muon should train, and say why.
 
     A hidden matrix is a weight with two dims larger than one that is not an embedding, not tied to one, and not an
     output head. Norms, biases, convolutions, embeddings, tables of positions and output heads are others. The model may
