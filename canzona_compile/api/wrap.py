@@ -72,7 +72,7 @@ def wrap(
             whose step does nothing but step each of them (torchtitan's container, Accelerate's and Lightning's
             proxies), those inside are wrapped.
         replicate: the one-dimensional mesh, or the process group, over which parameters are equal copies, as under
-            DDP: plain parameters, or DTensors of a mesh beside it (tensor parallel). These ranks then share the work.
+            DDP: plain parameters, or DTensors of another mesh (tensor parallel). These ranks then share the work.
             Without `replicate` every rank computes such parameters alone.
         strategy: "owner" (one rank computes each matrix), "replicated" (every rank computes every matrix) or "auto"
             (chosen per matrix).
@@ -113,7 +113,7 @@ def wrap(
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
 
     Raises:
-        CanzonaError: `optimizer` is no optimizer, evaluates its closure several times per step, or is wrapped with
+        CanzonaError: `optimizer` is not an optimizer, evaluates its closure several times per step, or is wrapped with
             other options; `model` lacks some of its parameters; `split` or `layout` is impossible; a file holds no
             plan.
             The first `step` checks what depends on parameters and gradients.
@@ -210,7 +210,7 @@ def check_same(optimizer: Optimizer, options: Options) -> bool:
 
 
 def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> None:
-    """Wrap an optimizer that is no chain. One that is wrapped stays as it is, if it can step.
+    """Wrap an optimizer that is not a chain. One that is wrapped stays as it is, if it can step.
 
     Args:
         optimizer: the optimizer.

@@ -25,12 +25,13 @@ def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
         options: the keyword arguments of `wrap`.
 
     Returns:
-        A subclass of `optimizer_class`, because frameworks ask for a subclass and treat other callables otherwise.
+        A subclass of `optimizer_class`, because frameworks ask for a subclass and treat other callables differently.
         It is only for calling: it takes the arguments of `optimizer_class` and returns what `wrap` returns.
 
     Raises:
-        CanzonaError: `optimizer_class` is no class of optimizers, is wrapped already or evaluates its closure several
-            times per step; an option is impossible. What depends on parameters, the call of the class finds.
+        CanzonaError: `optimizer_class` is not an optimizer class, is already wrapped, or evaluates its closure several
+            times per step; or an option is impossible. Errors that depend on parameters are raised when the class is
+            called.
         TypeError: `wrap` has no such option.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -45,7 +46,7 @@ def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
     Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})
 
     def build(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        """Its result is no instance of `cls`, so Python calls no `__init__` on it a second time."""
+        """Its result is not an instance of `cls`, so Python calls no `__init__` on it a second time."""
         return wrap(optimizer_class(*args, **kwargs), **options)
 
     def refuse(cls: type[Any], **kwargs: Any) -> None:

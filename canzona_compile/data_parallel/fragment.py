@@ -30,11 +30,11 @@ class Fragment:
     Attributes:
         name: the name of the parameter.
         param: the parameter.
-        sharding: how it is divided beside the data-parallel ranks; None if this rank holds it whole.
+        sharding: how it is sharded over ranks that are not data-parallel ones; None if this rank holds it whole.
         stand_in: shows it in plans, if it is a plain tensor that is a fragment; None otherwise.
         division: shows its logical matrices; None if it is one.
         view: shows the slices that this rank owns, as *doubles*, which the optimizer steps in place of `param`. A
-            double shares the memory of its slice, unless that is a piece whose rows are no neighbours: then it is a
+            double shares the memory of its slice, unless that is a piece whose rows are not consecutive: then it is a
             copy. If the parameter is one matrix that is not cut, its double has its shape.
         owned: the slices of which this rank is the owner, in the order of the doubles.
         slices: all of its slices, those of other owners included.

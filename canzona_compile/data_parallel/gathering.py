@@ -205,7 +205,7 @@ class ForwardHooks:
         self._called, self._begun = set(), False
 
     def forget(self) -> None:
-        """Begin anew: all parameters are whole, or the gradients of all forward passes so far have arrived."""
+        """Begin again: all parameters are whole, or the gradients of all forward passes so far have arrived."""
         self._early, self._called = set(), set()
 
     def check(self, name: str) -> None:

@@ -200,7 +200,7 @@ def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) 
     """Schedule all matrices of a joint step as one step, which is what a plan of the model describes.
 
     Optimizers without matrices leave no trace but the slices of their parameters, so the plan does not depend on them.
-    Parameter groups are numbered anew in the order of the matrices.
+    Parameter groups are renumbered in the order of the matrices.
 
     Args:
         step: OWNED, with buckets; the names of its optimizers are joined by "+".

@@ -27,7 +27,7 @@ from canzona_compile.replica.twin import make_twin, step_plainly
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Left:
-    """What a step left beside the values of parameters.
+    """What a step left other than the values of parameters.
 
     Attributes:
         homes: all that is plain.

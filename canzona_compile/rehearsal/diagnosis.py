@@ -73,7 +73,7 @@ def refusal(
     Args:
         optimizer: the optimizer.
         scenario: the steps in which it showed.
-        whole, parts: what they did, to all parameters together and to each apart.
+        whole, parts: what they did, to all parameters together and to each separately.
         names: those of the optimizer's parameters by group, for the error.
     """
     kind = plain_class(optimizer).__name__

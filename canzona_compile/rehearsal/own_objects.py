@@ -189,7 +189,7 @@ def by_objects(
 
     Args:
         moving: gets the patterns of the paths at which objects have numbers that change.
-        restored_at: the step before which every object is replaced by one that is made anew and gets what it kept.
+        restored_at: the step before which every object is replaced by a new one that gets what it kept.
     """
     stepping = OwnObjects(recipe, device_of(optimizer), atoms_of(optimizer), restored_at)
     try:

@@ -1,6 +1,6 @@
 """Rehearse an optimizer in miniature: step all parameters together, then in cells as plans do, and compare the bits.
 
-What a step reads and writes beside its parameter, gradient, state and group shows as a difference, whatever it is.
+What a step reads and writes other than its parameter, gradient, state and group shows as a difference, whatever it is.
 Where one matrix on a twin does not give the plain optimizer's bits, objects of their own are tried, and then all
 parameters at once, see `Ways`.
 """
@@ -50,7 +50,7 @@ class Rehearsal:
         asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
         asks_layout: what it asks about the layout of gradients in memory, see `LayoutQuestions`.
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
-        rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
+        rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds differently from one by one.
         draws: whether a step draws random numbers.
         skipped: why the optimizer cannot be rehearsed; empty if it was.
         resident: why it runs as residents, one object per matrix; empty if it does not.
@@ -180,7 +180,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     try:
         found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
     except CannotBegin as first:
-        # The state was made in the constructor, or the step cannot make it anew.
+        # The state was made in the constructor, or the step cannot make it again.
         cast = [replace(scenario, stateful=True) for scenario in cast]
         found = rehearse_stateful(optimizer, cast, names, first)
     check_real_sizes(optimizer, names, stateful=cast[0].stateful)
@@ -239,7 +239,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
 
     Raises:
         CannotBegin: the plain optimizer's first step fails.
-        UnsupportedOptimizer: parameters stepped apart do not give what they give together.
+        UnsupportedOptimizer: parameters stepped separately do not give what they give together.
     """
 
     def plainly(one: Scenario) -> RehearsedSteps:

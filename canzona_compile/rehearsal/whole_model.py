@@ -105,7 +105,7 @@ def check_held(optimizer: Optimizer) -> None:
     """Raise if an optimizer holds what a step of whole parameters must not meet, or what ranks cannot be shown.
 
     Raises:
-        UnsupportedOptimizer: it holds fragments beside its parameter groups, or random generators.
+        UnsupportedOptimizer: it holds fragments outside of its parameter groups, or random generators.
     """
     kind, own = plain_class(optimizer).__name__, {**own_attributes(optimizer), "state": odd_state(optimizer)}
     finder = Finder(torch.empty(0, device="cpu"))

@@ -29,7 +29,7 @@ class Counter(NamedTuple):
 
     Attributes:
         home: "group" for a parameter group, "self" for the attributes of the optimizer, "state" for keys of
-            `optimizer.state` that are no parameters.
+            `optimizer.state` that are not parameters.
         key: the key there, as text.
     """
 
@@ -97,7 +97,7 @@ def around(optimizer: Optimizer) -> list[tuple[Home, Mapping[str, Any]]]:
     """List what an optimizer holds outside of the state of parameters.
 
     Returns:
-        Its attributes, the entries of its state whose keys are no parameters, and then each parameter group.
+        Its attributes, the entries of its state whose keys are not parameters, and then each parameter group.
     """
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
     groups: list[tuple[Home, Mapping[str, Any]]] = [("group", hypers(group)) for group in optimizer.param_groups]

@@ -75,7 +75,7 @@ def places(
         The places by path. A path has slashes, as some keys of states with dots mean pieces of fused parameters.
 
     Raises:
-        NoPlace: two paths are spelled alike.
+        NoPlace: two paths have the same spelling.
     """
     finder = Finder(param)
     finder.look_at_attributes(optimizer, attributes)
@@ -220,7 +220,7 @@ def saved(found: Mapping[str, KeptPlace], texts_before: Mapping[str, Any]) -> di
 
     Args:
         found: its places.
-        texts_before: the texts that the code makes anew by itself; only others are saved.
+        texts_before: the texts that the code makes again by itself; only others are saved.
     """
     leaves = {path: plain(p.value) for path, p in found.items() if not isinstance(p.value, TEXTS)}
     texts = {path: text for path, text in texts_of(found).items() if texts_before.get(path, 0) != text}
@@ -249,7 +249,7 @@ def plain(value: Any) -> Any:
         version, words, _ = value.getstate()
         return torch.tensor(
             [version, *words], dtype=torch.int64, device="cpu"
-        )  # a second Gaussian that waits is drawn anew
+        )  # a second Gaussian that waits is drawn again
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):

@@ -120,9 +120,9 @@ def step_plainly(twin: Optimizer, **arguments: Any) -> Any:
 def as_written() -> Iterator[None]:
     """Inside this context, for trials of an optimizer's code, what users compiled in it runs as they wrote it.
 
-    Compiled code remembers its calls: once a number differed from call to call, it is no constant of that code any
-    more, and the next compile of it rounds otherwise. A rehearsal, which changes all numbers, must not do that to the
-    real step.
+    Compiled code remembers its calls: once a number differed between calls, it is no longer a constant of that code,
+    and the next compile of it rounds differently. A rehearsal, which changes all numbers, must not do that to the real
+    step.
     """
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -149,7 +149,7 @@ class Channel:
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
         self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
-        # All ranks have made equally many channels, also if torch's process groups began anew on the same store.
+        # All ranks have made equally many channels, also if torch's process groups began again on the same store.
         base = PrefixStore(f"canzona/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
         made = (base.add("made", 1) - 1) // len(ranks)
         self.store = PrefixStore(str(made), base)

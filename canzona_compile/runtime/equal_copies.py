@@ -88,7 +88,7 @@ def difference(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]
         found: the digests of each rank by name.
 
     Returns:
-        The error that names it; None if all copies are equal. A gradient that only some ranks have is no difference:
+        The error that names it; None if all copies are equal. A gradient that only some ranks have is not a difference:
         that is found where ranks compare what they have.
     """
     for kind in Digest._fields:

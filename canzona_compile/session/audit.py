@@ -62,7 +62,7 @@ class Audit:
             return []
         if not any(
             bound.kind.recipe or bound.kind.coupled for bound in self.plan.bound.values()
-        ):  # rehearsed otherwise
+        ):  # rehearsed differently
             rehearse_as_now(self.optimizer, self._states())
         turn = self._steps // self.every
         kinds: dict[int, list[str]] = {}

@@ -223,7 +223,7 @@ class CoupledStep:
         cells: of the plan, in which one rank owns all tasks.
 
     Raises:
-        UnsupportedOptimizer: a parameter is no whole tensor to the plan.
+        UnsupportedOptimizer: the plan does not hold a parameter whole.
     """
 
     def __init__(self, cells: Cells) -> None:

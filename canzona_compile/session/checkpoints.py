@@ -134,7 +134,7 @@ def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
     """Turn lists in parameter groups back into tuples if they were tuples before the load.
 
     Full state dicts of torch.distributed.checkpoint turn tuples into lists, and the optimizer's code would be captured
-    anew for lists.
+    again for lists.
 
     Args:
         optimizer: the optimizer that has just loaded a state dict.

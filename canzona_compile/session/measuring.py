@@ -172,8 +172,8 @@ class Measuring:
     def step(self, session: MeasuredSession) -> bool:
         """Take a step and measure it. After the last one ranks exchange figures, which is a collective.
 
-        The first step does not count, because it makes the plan. A later one that plans anew does: under ZeRO-1 ranks
-        plan anew on steps of their own, and have to measure equally many. An error ends measuring.
+        The first step does not count, because it makes the plan. A later one that plans again does: under ZeRO-1 ranks
+        plan again on steps of their own, and have to measure equally many. An error ends measuring.
 
         Returns:
             Whether there is something new to report.

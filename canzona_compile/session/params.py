@@ -42,7 +42,7 @@ def named_params(
         optimizer: the optimizer.
         names: the canonical names that the model gives to the parameters of each group, for groups without
             `param_names`; empty if the model is not known.
-        prefix: begins the names of parameters that nobody named. It tells the optimizers of a chain apart.
+        prefix: starts the names of unnamed parameters. It distinguishes the optimizers of a chain.
 
     Returns:
         For each parameter its name, the index of its parameter group, and the parameter.
@@ -76,7 +76,7 @@ def printable(name: str) -> str:
 
 
 def check_params(named: Named, refused: dict[str, CanzonaError] | None = None) -> None:
-    """Refuse parameters whose steps would train nothing, that are no matrices any more, or whose gradients do not fit.
+    """Refuse parameters whose steps would train nothing, that are no longer matrices, or whose gradients do not fit.
 
     Args:
         named: the parameters of the optimizer.

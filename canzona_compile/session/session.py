@@ -392,7 +392,7 @@ class Session(PortableState):
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Drop the plan, so that the next step binds and plans anew. `optimizer.state` must be portable already."""
+        """Drop the plan, so that the next step binds and plans again. `optimizer.state` must be portable already."""
         if self.driver is not None:
             self.driver.forget_programs()
         self.driver, self.has_dummy_state, self._consolidated = None, False, None

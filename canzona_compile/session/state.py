@@ -1,4 +1,4 @@
-"""Where optimizer state is kept: fragments beside their parameters, whole tensors on owners, and moves of both.
+"""Where optimizer state is kept: fragments next to their parameters, whole tensors on owners, and moves of both.
 
 `optimizer.state` remains the only place of state. The plan makes some leaves resident: the owner rank holds the whole
 tensor of such a leaf, and the other ranks hold None in its place. *Portable* state is what the unwrapped optimizer
@@ -114,7 +114,7 @@ class StateStore:
         self._scratch = {}
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop the state of tasks, which their next step creates anew."""
+        """Drop the state of tasks, which their next step creates again."""
         gone = set(names)
         self.initialised -= gone
         self.fragments = {key: value for key, value in self.fragments.items() if key[0] not in gone}

@@ -72,7 +72,7 @@ def put_together(value: DTensor, leaf: str, task: Task) -> Tensor:
         whole = value.full_tensor()
         for name in inner_tensors(whole):
             setattr(whole, name, getattr(whole, name).clone())  # what it holds waits for its collective, then is plain
-    except Exception as error:  # whatever the class raises, on all ranks alike, as they hold equal shapes
+    except Exception as error:  # whatever the class raises, on all ranks, as they hold equal shapes
         raise apart(leaf, value, first_line(error), task.name) from error
     return whole
 
@@ -95,7 +95,7 @@ def check_gathers(layout: Layout, state: Mapping[str, Any]) -> None:
 
 
 def apart(leaf: str, value: DTensor, why: str, at: str | None = None) -> CanzonaError:
-    """Make the error for fragments of a leaf that stay apart."""
+    """Make the error for fragments of a leaf that cannot be put together."""
     kind = type(value._local_tensor).__name__
     return CanzonaError(
         f"the fragments of state {leaf!r}, of class {kind}, cannot be put together: {why}",

@@ -43,7 +43,7 @@ class Shardings:
 
     @property
     def own_meshes(self) -> list[DeviceMesh]:
-        """The meshes that this rank is part of, in an order that all ranks of two meshes see alike."""
+        """The meshes that this rank is part of, in an order that is the same on all ranks of two meshes."""
         known = {mesh_key(mesh): mesh for mesh in self.meshes if mesh.get_coordinate() is not None}
         return [mesh for _, mesh in sorted(known.items())]
 

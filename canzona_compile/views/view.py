@@ -73,7 +73,7 @@ class ParamView:
     Attributes:
         sharded: whether parts are DTensors.
         shown: the parts that have a parameter on this rank.
-        params: these parameters. Each shares the memory of the source, unless its elements are no contiguous view of
+        params: these parameters. Each shares the memory of the source, unless its elements are not a contiguous view of
             that: then it is a copy.
         reuses: whether a DTensor that is a gradient serves again on the next step, which spares the host the making of
             another. The optimizer may not hold on to gradients then.
