@@ -35,12 +35,12 @@ class Command:
 
 COMMANDS = {
     "plan": Command(
-        "predict a step on a model and a mesh, and write the plan that the runtime would execute",
+        "predict the step of a model on a mesh, and write the plan that a run would execute",
         planning.add_arguments,
         planning.run,
     ),
     "calibrate": Command(
-        "measure this machine's rates, for plan --hardware and wrap(..., hardware=)",
+        "measure the rates of this machine, for plan --hardware and wrap(..., hardware=)",
         calibration.add_arguments,
         calibration.run,
     ),
@@ -50,7 +50,7 @@ COMMANDS = {
         planning.run_diff,
     ),
     "tune": Command(
-        "measure on this GPU which kernels beat the library, and keep that for later runs",
+        "measure which kernels beat the library on this GPU, and save the result for later runs",
         tuning.add_arguments,
         tuning.run,
     ),
@@ -60,12 +60,12 @@ COMMANDS = {
         verify.run,
     ),
     "profile": Command(
-        "measure real steps of your model on this machine: phases, a trace, rates for the planner",
+        "measure real steps of your model on this machine: time per phase, a trace, rates for the planner",
         profiling.add_arguments,
         profiling.run,
     ),
     "accept": Command(
-        "try everything on this machine's GPUs, what may hang or be wrong first; exit code 1 if a step fails",
+        "test everything on the GPUs of this machine, riskiest parts first; exit code 1 if a step fails",
         acceptance.add_arguments,
         acceptance.run,
     ),
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.help, description=command.help)
-        added.add_argument("--quiet", action="store_true", help="no progress on standard error")
+        added.add_argument("--quiet", action="store_true", help="do not print progress to standard error")
         command.add_arguments(added)
     given = parser.parse_args(arguments)
     if not set_up():

@@ -34,11 +34,12 @@ class CanzonaError(RuntimeError):
 
 
 class UnsupportedOptimizer(CanzonaError):
-    """The optimizer, one of its options or one of its parameters cannot be distributed faithfully."""
+    """The optimizer, one of its options or one of its parameters cannot be distributed with the results of the "
+    "plain optimizer."""
 
 
 class UnsupportedLayout(CanzonaError):
-    """A parameter is sharded in a way that this package cannot describe as boxes of a matrix."""
+    """A parameter is sharded in a way that cannot be described as disjoint boxes of the tensor."""
 
 
 class InvalidGradient(CanzonaError):
@@ -46,15 +47,15 @@ class InvalidGradient(CanzonaError):
 
 
 class RankMismatch(CanzonaError):
-    """Ranks that must run the same plan disagree; nothing was updated."""
+    """Ranks that must make the same call made different ones, or with different values; nothing was updated."""
 
 
 class InvalidStep(CanzonaError):
-    """A step breaks the invariants of its form. This is a bug in a pass and never an error of the user."""
+    """A step breaks the rules of its form. This is a bug in a pass, never an error of the user."""
 
 
 class PipelineError(CanzonaError):
-    """The passes are in an order in which one of them cannot run."""
+    """The order of the passes does not allow one of them to run."""
 
 
 # -- warnings --------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ class CanzonaWarning(UserWarning):
     """Base of every warning of canzona_compile, each given once.
 
     Args:
-        problem: what is otherwise than the user may think.
+        problem: what differs from what the user may expect.
     """
 
     def __init__(self, problem: str) -> None:
@@ -83,15 +84,15 @@ class EveryRankComputes(CanzonaWarning):
 
 
 class DrawsRandomNumbers(CanzonaWarning):
-    """The optimizer draws random numbers, and not those that the plain optimizer would draw on one device."""
+    """The optimizer draws other random numbers than the plain optimizer would draw on one device."""
 
 
 class MayHang(CanzonaWarning):
-    """Two communicators of NCCL are in use at a time, and their order is not kept on devices."""
+    """Two NCCL communicators are in use at once, and devices may run their collectives in different orders."""
 
 
 class RoundsOtherwise(CanzonaWarning):
-    """Results have the bits of the optimizer with other options than those that it has."""
+    """Results have the bits of the optimizer with a different option, such as foreach=False."""
 
 
 # -- words -----------------------------------------------------------------------------------------

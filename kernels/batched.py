@@ -56,7 +56,7 @@ def gains(operator: str, rows: int, version: str) -> bool:
     """
     parts = version.split("+")[0].split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
-        raise ValueError(f"{version!r} is no version of torch, such as 2.11.0+cu128")
+        raise ValueError(f"{version!r} is not a version of torch, such as 2.11.0+cu128")
     minor = int(parts[1]) if parts[0] == "2" else ANY
     return any(
         line.operator == operator and line.torch[0] <= minor <= line.torch[1] and rows <= line.largest for line in TABLE

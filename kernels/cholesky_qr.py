@@ -48,7 +48,7 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: more columns than rows.
     """
     if matrix.dtype != torch.float32:
-        raise TypeError(f"cholesky_qr takes float32, not {matrix.dtype}: cast, or take torch.linalg.qr")
+        raise TypeError(f"cholesky_qr takes float32, not {matrix.dtype}: cast the matrix, or use torch.linalg.qr")
     if matrix.ndim < 2 or matrix.shape[-2] < matrix.shape[-1]:
         raise ValueError(f"cholesky_qr takes matrices [..., m, n] with m >= n, not {list(matrix.shape)}")
     with full_precision():

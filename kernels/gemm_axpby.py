@@ -59,7 +59,7 @@ def gemm_axpby(
     side = n if right else m
     matrices("factor", factor, (side, side), x)
     if factor.dtype != x.dtype:
-        raise TypeError(f"factor is {factor.dtype}, x is {x.dtype}: one dtype is needed")
+        raise TypeError(f"factor is {factor.dtype} and x is {x.dtype}: they must have the same dtype")
     batch = torch.broadcast_shapes(factor.shape[:-2], x.shape[:-2])
     f, v = batched(factor, batch), batched(x, batch)
     target = x.new_empty(*batch, m, n) if out is None else out
@@ -67,7 +67,7 @@ def gemm_axpby(
     if target.shape[:-2] != batch or target.dtype != x.dtype:
         raise ValueError(f"out is {target.dtype} {tuple(target.shape)}, not {x.dtype} {(*batch, m, n)}")
     if target.numel() and target.data_ptr() in (x.data_ptr(), factor.data_ptr()):
-        raise ValueError("out is x or factor: both are read while it is written")
+        raise ValueError("out must not be x or factor, which are read while out is written")
     if target.numel() == 0:
         return target
 
@@ -121,11 +121,11 @@ def _triton(
 
     runnable(choice, x, INTERPRETED)
     if choice.tile is None or choice.kernel not in ("tma", "pointer"):
-        raise ValueError(f"{choice.kernel}: there is no such kernel for gemm_axpby")
+        raise ValueError(f"gemm_axpby has no kernel {choice.kernel}")
     scalars = on_device(alpha, x), on_device(beta, x)
     if choice.kernel == "tma":
         if _alignment(8, f, x, target) < 8:
-            raise ValueError("tma: rows have to begin at multiples of 16 bytes, and out has to lie as x does")
+            raise ValueError("tma: rows must begin at multiples of 16 bytes, and out must have the strides of x")
         from canzona_compile.kernels.gemm_axpby_tma import launch as launch_tma
 
         operands = (x, f) if right else (f, x)

@@ -66,7 +66,7 @@ def inverse_root(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None
 
 def check(matrix: Tensor, p: int, floor: float | None) -> None:
     if matrix.dtype != torch.float32:
-        raise TypeError(f"inverse_root takes float32, not {matrix.dtype}: cast, or take torch.linalg.eigh")
+        raise TypeError(f"inverse_root takes float32, not {matrix.dtype}: cast the matrix, or use torch.linalg.eigh")
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
         raise ValueError(f"inverse_root takes square matrices [..., n, n], not {list(matrix.shape)}")
     if not 2 <= p <= LARGEST_P or p & (p - 1):

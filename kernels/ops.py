@@ -38,9 +38,9 @@ def _sym_gemm_shape(
 ) -> Tensor:
     m = a.shape[-1] if trans else a.shape[-2]
     if b is not None and b.shape != a.shape:
-        raise ValueError(f"a is {list(a.shape)}, b {list(b.shape)}: they must be alike")
+        raise ValueError(f"a is {list(a.shape)}, b {list(b.shape)}: they must have the same shape")
     if c is not None and c.shape != (*a.shape[:-2], m, m):
-        raise ValueError(f"c is {list(c.shape)}, the product {[*a.shape[:-2], m, m]}")
+        raise ValueError(f"c is {list(c.shape)}, but the product is {[*a.shape[:-2], m, m]}")
     return a.new_empty(*a.shape[:-2], m, m)
 
 

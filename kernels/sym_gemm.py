@@ -67,7 +67,7 @@ def sym_gemm(
     if b is not None:
         matrices("b", b, (a.shape[-2], a.shape[-1]), a)
         if b.dtype != a.dtype:
-            raise TypeError(f"a is {a.dtype}, b is {b.dtype}: one dtype is needed")
+            raise TypeError(f"a is {a.dtype} and b is {b.dtype}: they must have the same dtype")
     if c is not None:
         matrices("c", c, (m, m), a)
         c = None if is_zero(beta) else c
@@ -79,7 +79,7 @@ def sym_gemm(
         if out.shape[:-2] != batch or (dtype is not None and out.dtype != dtype):
             raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {dtype or out.dtype} {(*batch, m, m)}")
         if any(t is not None and t.data_ptr() == out.data_ptr() for t in (a, b)) and out.numel():
-            raise ValueError("out is a or b: both are read while it is written")
+            raise ValueError("out must not be a or b, which are read while out is written")
     if out.numel() == 0:
         return out
 
@@ -151,7 +151,7 @@ def _run(
             launch_pointer(choice.tile, a, b, c, d, scalars)
         return
     if alignment(*(x for x in (a, b, c, d) if x is not None)) < 8:
-        raise ValueError(f"{choice.kernel}: rows have to begin at multiples of 16 bytes; pad them")
+        raise ValueError(f"{choice.kernel}: rows must begin at multiples of 16 bytes; pad them")
     with guard(a):
         if choice.kernel == "persistent":
             from canzona_compile.kernels.sym_gemm_persistent import launch as launch_persistent

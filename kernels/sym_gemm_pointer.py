@@ -103,7 +103,7 @@ def sym_gemm_pointer(
 def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
     """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors."""
     if max(tile.m, tile.n) % min(tile.m, tile.n):
-        raise ValueError(f"one side of a tile has to be a multiple of the other one, unlike {tile.m} x {tile.n}")
+        raise ValueError(f"one side of a tile must be a multiple of the other, which is not so for {tile.m} x {tile.n}")
     batch, m, k = a.shape
     c_or_a = d if c is None else c
     sym_gemm_pointer[(batch * tiles_of_triangle(m, tile),)](

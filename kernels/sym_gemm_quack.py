@@ -43,9 +43,9 @@ def launch(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[Sca
     """
     operands = [a, b, d] if c is None else [a, b, d, c]
     if a.dtype not in (torch.float16, torch.bfloat16) or any(x.dtype != a.dtype for x in operands):
-        raise ValueError("quack: all operands have to be float16, or all bfloat16")
+        raise ValueError("quack: all operands must be float16, or all bfloat16")
     if alignment(*operands) < 8:
-        raise ValueError("quack: rows have to begin at multiples of 16 bytes; use the pointer kernel, or pad")
+        raise ValueError("quack: rows must begin at multiples of 16 bytes; use the pointer kernel, or pad them")
     alpha, beta, diag = map(_number, scalars)
     # Their tests have no matrix that stands for a whole stack, and no result that is the summand too.
     left = _stacked(a)

@@ -31,13 +31,13 @@ def matrices(name: str, tensor: Tensor, shape: tuple[int, int] | None = None, li
         ValueError: dims, shape or device do not fit.
     """
     if tensor.dim() < 2:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: a matrix, or a stack of matrices, is needed")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be a matrix or a stack of matrices")
     if not tensor.is_floating_point():
-        raise TypeError(f"{name} is {tensor.dtype}: a floating-point dtype is needed")
+        raise TypeError(f"{name} is {tensor.dtype}: it must have a floating-point dtype")
     if shape is not None and tuple(tensor.shape[-2:]) != shape:
         raise ValueError(f"{name} holds {'x'.join(map(str, tensor.shape[-2:]))} matrices, not {shape[0]}x{shape[1]}")
     if like is not None and tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, the first operand on {like.device}")
+        raise ValueError(f"{name} is on {tensor.device}, but the first operand is on {like.device}")
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -61,7 +61,7 @@ def on_device(value: Scalar, like: Tensor) -> Scalar:
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
-        raise ValueError(f"a scalar is needed, not a tensor of shape {tuple(value.shape)}")
+        raise ValueError(f"a scalar tensor must have one element, not shape {tuple(value.shape)}")
     return value if value.device == like.device else float(value)
 
 

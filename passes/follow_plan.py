@@ -62,9 +62,10 @@ class InheritOwners:
             known = self.source.find(task.name)
             if known is None:
                 raise CanzonaError(
-                    "its update was elementwise and now needs the whole matrix",
+                    "the update of this parameter was elementwise and now needs the whole matrix",
                     at=task.name,
-                    hint="this optimizer changes what it does in mid-run in a way that its sharding does not allow",
+                    hint="the optimizer changed its update during the run; with this sharding, it must update "
+                    "matrices from the first step",
                 )
             tasks.append(replace(task, owner=known.owner, strategy=known.strategy, reason=known.reason))
         return step.owned(tasks)
@@ -88,7 +89,7 @@ class FollowGroups:
         present = {task.name for task in step.tasks}
         found = [kept for names in self.plan.groups if (kept := tuple(n for n in names if n in present))]
         if lost := present - {name for names in found for name in names}:
-            raise CanzonaError("the plan has it in no micro-group", at=min(lost))
+            raise CanzonaError("the plan has this parameter in no micro-group", at=min(lost))
         return replace(
             step, form=Form.GROUPED, micro_groups=tuple(MicroGroup(i, names) for i, names in enumerate(found))
         )

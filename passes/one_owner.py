@@ -30,10 +30,10 @@ class OneOwner:
         for task in own:
             if set(task.layout.grid.members()) != ranks:
                 raise UnsupportedOptimizer(
-                    f"the optimizer steps all parameters at once, but this one lies on ranks "
+                    f"the optimizer steps all parameters at once, but this one is on ranks "
                     f"{sorted(task.layout.grid.members())} and {own[0].name} on {sorted(ranks)}",
                     at=task.name,
-                    hint="put all of its parameters on one mesh, or give each mesh an optimizer of its own",
+                    hint="put all parameters on one mesh, or use one optimizer per mesh",
                 )
         first = min(ranks)
         reason = "the owner of all parameters, which step at once"

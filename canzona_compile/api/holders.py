@@ -100,7 +100,7 @@ def touched(param: nn.Parameter) -> bool:
 
 
 def members_of(held: Sequence[Any]) -> tuple[Any, ...]:
-    """The optimizers of what `inside` found: those of chains are apart."""
+    """The optimizers in what `inside` found, with each optimizer of a chain listed separately."""
     return tuple(own for one in held for own in (one.optimizers if is_chain(one) else (one,)))
 
 

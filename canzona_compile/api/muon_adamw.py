@@ -29,7 +29,7 @@ def muon_adamw(
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
-    """Train a whole model: its hidden matrices with Muon, all other parameters with AdamW, each matrix on one rank.
+    """Build one wrapped optimizer for a whole model: Muon for hidden matrices, AdamW for all other parameters.
 
     This is `hidden_matrices`, `chain` and `wrap` in one call. Muon's updates are scaled to the size of AdamW's
     (`adjust_lr_fn="match_rms_adamw"`: by 0.2 times the root of the larger dim, from "Muon is Scalable for LLM
@@ -50,23 +50,23 @@ def muon_adamw(
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
 
     Raises:
-        CanzonaError: the model has no hidden matrix, a pattern fits nothing or what is no matrix, or `wrap` or `zero1`
-            refuse the call.
+        CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one that is not a matrix, or `wrap`
+            or `zero1` refuses the call.
         TypeError: there is no such option.
     """
     choice = hidden_matrices(model, matrices, others)
     if not choice.matrices:
         raise CanzonaError(
-            "the model has no hidden matrix that Muon could train",
+            "the model has no hidden matrix for Muon to train",
             at="muon_adamw(model)",
-            hint="print(canzona_compile.hidden_matrices(model)) says why; matrices= overrides it by name",
+            hint="print(canzona_compile.hidden_matrices(model)) shows why; pass matrices= to choose matrices by name",
         )
     for name, param in choice.matrices:
         if param.ndim != 2:
             raise CanzonaError(
-                f"torch.optim.Muon takes matrices, and this has {param.ndim} dims",
+                f"torch.optim.Muon takes 2-D matrices, but this parameter has {param.ndim} dims",
                 at=name,
-                hint="leave it to AdamW: narrow matrices=",
+                hint="narrow the patterns of matrices= to leave it to AdamW",
             )
     made = plain_muon_adamw(choice.matrices, choice.others, lr, weight_decay, muon, adamw)
     return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)

@@ -64,7 +64,7 @@ def wrap(
     cuda_graphs: bool = True,
     audit: int | None = None,
 ) -> Opt:
-    """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
+    """Distribute the steps of an optimizer: each matrix is updated whole, once, by one owner rank.
 
     Args:
         optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
@@ -72,7 +72,7 @@ def wrap(
             whose step does nothing but step each of them (torchtitan's container, Accelerate's and Lightning's
             proxies), those inside are wrapped.
         replicate: the one-dimensional mesh, or the process group, over which parameters are equal copies, as under
-            DDP: plain parameters, or DTensors of a mesh beside it (tensor parallel). These ranks then share the work.
+            DDP: plain parameters, or DTensors of another mesh (tensor parallel). These ranks then share the work.
             Without `replicate` every rank computes such parameters alone.
         strategy: "owner" (one rank computes each matrix), "replicated" (every rank computes every matrix) or "auto"
             (chosen per matrix).
@@ -113,7 +113,7 @@ def wrap(
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
 
     Raises:
-        CanzonaError: `optimizer` is no optimizer, evaluates its closure several times per step, or is wrapped with
+        CanzonaError: `optimizer` is not an optimizer, evaluates its closure several times per step, or is wrapped with
             other options; `model` lacks some of its parameters; `split` or `layout` is impossible; a file holds no
             plan.
             The first `step` checks what depends on parameters and gradients.
@@ -125,9 +125,10 @@ def wrap(
     names = () if model is None or len(members) > 1 else names_in(model, members[0])
     if planner == "exact":
         raise CanzonaError(
-            "the planner 'exact' is bound by time, so that ranks would plan differently",
+            "the planner 'exact' stops at a time limit, so ranks would make different plans",
             at="wrap(..., planner=)",
-            hint="make a plan with it (canzona-compile plan --exact --format json) and pass that as plan=",
+            hint="write a plan once with `canzona-compile plan --exact --format json -o plan.json`, then pass "
+            "plan='plan.json'",
         )
     options = made_options(
         split,
@@ -150,9 +151,10 @@ def wrap(
     )
     if type(chain) not in (type(None), Chain, CanzonaChain):
         raise CanzonaError(
-            f"{type(chain).__name__} is a subclass of Chain, whose step a wrapped chain would not call",
+            f"{type(chain).__name__} is a subclass of Chain, and a wrapped chain would not call its step",
             at="wrap(chain)",
-            hint="wrap canzona_compile.chain(*optimizers), and do the rest in hooks or in a scheduler",
+            hint="wrap canzona_compile.chain(*optimizers), and move what the subclass adds to step hooks or a "
+            "scheduler",
         )
     several = chain is not None or len(members) > 1
     each = options_of(members, options, model) if several else [options]
@@ -195,20 +197,20 @@ def check_same(optimizer: Optimizer, options: Options) -> bool:
         return False
     if options.prefix != session.options.prefix:
         raise CanzonaError(
-            f"{plain_class(optimizer).__name__} was wrapped by itself, and not with the others",
+            f"{plain_class(optimizer).__name__} was wrapped before it was put into the chain",
             at="wrap(chain)",
-            hint="wrap the chain once, of optimizers that are not wrapped; unwrap(optimizer) undoes wrap",
+            hint="unwrap(optimizer), then wrap the chain",
         )
     if session.options != options:
         raise CanzonaError(
-            "the optimizer is wrapped already, with other options",
-            hint="unwrap it first, or call wrap once",
+            "the optimizer is already wrapped, with different options",
+            hint="call unwrap(optimizer) first, or call wrap only once",
         )
     return True
 
 
 def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> None:
-    """Wrap an optimizer that is no chain. One that is wrapped stays as it is, if it can step.
+    """Wrap an optimizer that is not a chain. One that is wrapped stays as it is, if it can step.
 
     Args:
         optimizer: the optimizer.
@@ -265,9 +267,9 @@ def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module 
     every_name = [name for names in known for name in names]
     if twice := next((name for name, times in Counter(every_name).items() if times > 1), None):
         raise CanzonaError(
-            "parameters of two optimizers have this name",
+            "two optimizers of the chain each have a parameter with this name",
             at=twice,
-            hint='give some other names, such as [("critic." + name, p) for name, p in critic.named_parameters()]',
+            hint='rename those of one optimizer: [("critic." + name, p) for name, p in critic.named_parameters()]',
         )
     check_patterns(options.split, every_name)
     check_layout_patterns(options.layout, every_name)
@@ -302,9 +304,9 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
         for i, param in enumerate(group["params"]):
             if id(param) not in known:
                 raise CanzonaError(
-                    f"parameter {i} of group {g}, of shape {list(param.shape)}, is none of the model's",
+                    f"parameter {i} of group {g}, of shape {list(param.shape)}, is not in the model",
                     at="wrap(..., model=)",
-                    hint="pass the model whose parameters the optimizer was given",
+                    hint="pass the model that the optimizer was built from",
                 )
     return tuple(tuple(known[id(p)] for p in group["params"]) for group in optimizer.param_groups)
 
@@ -312,22 +314,20 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
 def no_optimizer(given: object) -> CanzonaError:
     """The error for what `wrap` cannot take, with the call that takes it."""
     problem = f"wrap takes a torch.optim.Optimizer, not a {type(given).__name__}"
-    hint = "pass the optimizer itself, before frameworks wrap it"
+    hint = "pass the optimizer before a framework wraps it"
     if isinstance(given, type) and issubclass(given, Optimizer):
-        problem = f"wrap takes a torch.optim.Optimizer, and {given.__name__} is a class of optimizers"
-        hint = (
-            f"wrap({given.__name__}(parameters, ...)), or, where a framework takes a class, wrap_cls({given.__name__})"
-        )
+        problem = f"wrap takes an optimizer, but {given.__name__} is an optimizer class"
+        hint = f"call wrap({given.__name__}(parameters, ...)); if a framework needs a class, wrap_cls({given.__name__})"
     elif isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
         problem = f"wrap takes one optimizer, not a {type(given).__name__} of {len(given)}"
-        hint = "wrap(chain(*optimizers)); zero1(model, optimizers) takes several"
+        hint = "call wrap(chain(*optimizers)), or zero1(model, optimizers)"
     elif inner := advice(given):
         hint = inner
     return CanzonaError(problem, at="wrap", hint=hint)
 
 
 def unwrap(optimizer: Opt) -> Opt:
-    """Undo `wrap`. This is a collective if owner ranks hold state.
+    """Undo `wrap`, and return the plain optimizer. This is a collective if owner ranks hold state.
 
     Args:
         optimizer: wrapped or not; a plain one stays as it is.
@@ -345,9 +345,9 @@ def unwrap(optimizer: Opt) -> Opt:
     elif is_wrapped(optimizer):
         if "canzona" not in vars(optimizer):
             raise CanzonaError(
-                f"{type(optimizer).__name__} goes around the wrapped optimizer",
+                f"{type(optimizer).__name__} is a wrapper around the wrapped optimizer",
                 at="unwrap",
-                hint="unwrap the optimizer inside",
+                hint="call unwrap on the optimizer inside it",
             )
         optimizer.canzona.release()  # type: ignore[attr-defined]
         check_taken_back(optimizer)
@@ -367,7 +367,7 @@ def detach(optimizer: Optimizer) -> None:
 
 
 def explain(optimizer: Optimizer) -> Explanation:
-    """Tell what `wrap` does with every parameter, and why, without taking a step.
+    """Show how `wrap` updates every parameter, and why, without taking a step.
 
     Before the first step this captures the optimizer's code.
 

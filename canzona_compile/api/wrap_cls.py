@@ -16,40 +16,43 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
-    """Make a class for frameworks: calling it gives `wrap(optimizer_class(...), **options)`.
+    """Wrap an optimizer class, for frameworks that construct the optimizer themselves.
+
+    Calling the new class returns `wrap(optimizer_class(...), **options)`.
 
     Args:
         optimizer_class: any class of optimizers that `wrap` takes.
         options: the keyword arguments of `wrap`.
 
     Returns:
-        A subclass of `optimizer_class`, because frameworks ask for a subclass and treat other callables otherwise.
+        A subclass of `optimizer_class`, because frameworks ask for a subclass and treat other callables differently.
         It is only for calling: it takes the arguments of `optimizer_class` and returns what `wrap` returns.
 
     Raises:
-        CanzonaError: `optimizer_class` is no class of optimizers, is wrapped already or evaluates its closure several
-            times per step; an option is impossible. What depends on parameters, the call of the class finds.
+        CanzonaError: `optimizer_class` is not an optimizer class, is already wrapped, or evaluates its closure several
+            times per step; or an option is impossible. Errors that depend on parameters are raised when the class is
+            called.
         TypeError: `wrap` has no such option.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise CanzonaError(
             f"wrap_cls takes a subclass of torch.optim.Optimizer, not {told(optimizer_class)}",
-            hint="for an optimizer that exists, call wrap",
+            hint="to wrap an optimizer that already exists, call wrap(optimizer)",
         )
     if hasattr(optimizer_class, "_canzona_plain_class"):
-        raise CanzonaError(f"{optimizer_class.__name__} is wrapped already", hint="pass the plain class")
+        raise CanzonaError(f"{optimizer_class.__name__} is already wrapped", hint="pass the plain optimizer class")
     check_step_signature(optimizer_class)
     inspect.signature(wrap).bind(None, **options)
     Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})
 
     def build(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        """Its result is no instance of `cls`, so Python calls no `__init__` on it a second time."""
+        """Its result is not an instance of `cls`, so Python calls no `__init__` on it a second time."""
         return wrap(optimizer_class(*args, **kwargs), **options)
 
     def refuse(cls: type[Any], **kwargs: Any) -> None:
         raise CanzonaError(
-            f"a subclass of wrap_cls({optimizer_class.__name__}) would never be built",
-            hint=f"subclass {optimizer_class.__name__}, and give the subclass to wrap_cls",
+            f"the class from wrap_cls({optimizer_class.__name__}) cannot be subclassed",
+            hint=f"subclass {optimizer_class.__name__}, then call wrap_cls on the subclass",
         )
 
     members = {

@@ -25,7 +25,7 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def is_wrapped(optimizer: object) -> bool:
-    """Tell whether an object is an optimizer that steps through canzona_compile."""
+    """Return whether an object is a wrapped optimizer."""
     return hasattr(type(optimizer), "_canzona_plain_class")
 
 
@@ -40,18 +40,18 @@ def check_wrappable(optimizer: Optimizer) -> None:
     if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy passes `hasattr` on to its inner optimizer
         raise UnsupportedOptimizer(
             f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
-            hint="if it goes around another optimizer, wrap that one",
+            hint="if it is a wrapper around another optimizer, wrap that one",
         )
     own = optimizer.__dict__.get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
         raise CanzonaError(
-            "the step on the object itself hides that of its class, which is what wrap changes",
-            hint="call wrap before what replaces optimizer.step: a framework's prepare, torch.compile",
+            "something replaced optimizer.step on the object, so the step that wrap installs would never be called",
+            hint="call wrap before whatever replaces optimizer.step, such as a framework's prepare() or torch.compile",
         )
     if kind.__module__ == "torch.distributed.optim.zero_redundancy_optimizer":
         raise UnsupportedOptimizer(
             "ZeroRedundancyOptimizer communicates by itself",
-            hint="wrap the optimizer class that you gave to it, with replicate=",
+            hint="use the plain optimizer class inside it, and pass replicate= to wrap",
         )
 
 
@@ -163,13 +163,13 @@ def check_call(plain: type[Optimizer], closure: Any, args: Sequence[Any], kwargs
     problem = ""
     if args or kwargs:
         given = ", ".join(["a further argument", *kwargs][not args :])
-        problem = f"{given}, which the steps of single parameters do not get"
+        problem = f"{given}, which cannot be passed on to the update of each parameter"
     elif closure is not None and not callable(closure):
-        problem = f"{closure!r}, which is no closure"
+        problem = f"{closure!r}, which is not callable"
     if problem:
         raise UnsupportedOptimizer(
             f"{plain.__name__}.step is called with {problem}",
-            hint="put the value into a hyperparameter of the group, or an attribute of the optimizer",
+            hint="store the value in the parameter group or in an attribute of the optimizer",
         )
 
 

@@ -66,7 +66,7 @@ def zero1(
     audit: int | None = None,
     cuda_graphs: bool = True,
 ) -> Optimizers:
-    """Train a model under data parallelism so that each matrix is updated once, on one rank, without communication.
+    """Replace DDP with ZeRO-1: each gradient is reduced to the rank that owns and updates its matrix.
 
     This takes the place of `DistributedDataParallel(model)` and of `wrap`. During backward, gradients are reduced to
     the ranks that own them. The step updates what each rank owns. An all-gather returns the parameters. A matrix has
@@ -166,9 +166,9 @@ def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> N
     if others and not meshes and group.size * group.replicas == 1:
         warnings.warn(
             CanzonaWarning(
-                f"mesh= has one rank, and the job has {others} more: gradients are not reduced between ranks. To train "
-                'one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. For pipeline stages of one '
-                "rank each, ignore this."
+                f"mesh= has one rank, but the job has {others} more, and gradients are not reduced between them. To "
+                'train one model on all of them, pass the data-parallel mesh, such as mesh["dp"]. For pipeline stages '
+                "of one rank each, ignore this."
             ),
             stacklevel=3,
         )
@@ -205,7 +205,7 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
     if isinstance(mesh, ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(mesh))
         if dist.get_rank() not in ranks:
-            raise CanzonaError(f"rank {dist.get_rank()} is none of the ranks {ranks}", at="zero1(..., mesh=)")
+            raise CanzonaError(f"rank {dist.get_rank()} is not one of the ranks {ranks}", at="zero1(..., mesh=)")
         return DataParallelGroup(mesh, None, mesh.rank(), len(ranks), 1), ranks
     if not isinstance(mesh, DeviceMesh):
         raise CanzonaError(f"mesh= takes a DeviceMesh or a ProcessGroup, not a {type(mesh).__name__}", at="zero1()")
@@ -213,7 +213,7 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
         raise CanzonaError(
             f"the mesh has {mesh.ndim} dims",
             at="zero1(..., mesh=)",
-            hint='pass its data-parallel dim, as mesh["dp"], or two of them: replicas first, then shards',
+            hint='pass its data-parallel dim, such as mesh["dp"], or two dims: replicas first, then shards',
         )
     if mesh.get_coordinate() is None:
         raise CanzonaError(f"rank {dist.get_rank()} is not part of {mesh}", at="zero1(..., mesh=)")

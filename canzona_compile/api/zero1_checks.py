@@ -30,27 +30,31 @@ def check(
     """Refuse arguments of `zero1` that cannot work."""
     if isinstance(model, DistributedDataParallel | FSDPModule):
         raise CanzonaError(
-            f"the model is under {type(model).__name__} already, which reduces gradients itself",
+            f"the model is already wrapped in {type(model).__name__}, which reduces gradients itself",
             at="zero1(model)",
-            hint="zero1 takes its place: pass the model itself; for FSDP use canzona_compile.wrap(optimizer)",
+            hint="zero1 replaces DDP: pass the plain model. With FSDP, call canzona_compile.wrap(optimizer) instead",
         )
     for part in model.modules():
         if isinstance(part, DistributedDataParallel | FSDPModule):
-            raise CanzonaError("a part of the model is under DDP or FSDP already", at="zero1(model)")
+            raise CanzonaError("a submodule is already wrapped in DDP or FSDP", at="zero1(model)")
     if not optimizers:
-        raise CanzonaError("there is no optimizer", at="zero1(model, [])")
+        raise CanzonaError("zero1 needs at least one optimizer", at="zero1(model, [])")
     seen: set[int] = set()
     for own in optimizers:
         if not isinstance(own, Optimizer):
             raise CanzonaError(f"zero1 takes a torch.optim.Optimizer, not a {type(own).__name__}", at="zero1()")
         if isinstance(own, Chain):
             raise CanzonaError(
-                "a list of optimizers has a chain in it",
+                "the list of optimizers contains a chain",
                 at="zero1(model, [...])",
-                hint="zero1(model, chain), with a chain of all optimizers",
+                hint="put all optimizers into one chain and call zero1(model, chain)",
             )
         if is_wrapped(own):
-            raise CanzonaError("the optimizer is wrapped already", at="zero1()", hint="pass the plain optimizer")
+            raise CanzonaError(
+                "the optimizer is already wrapped",
+                at="zero1()",
+                hint="call zero1 on the plain optimizer: unwrap(optimizer)",
+            )
         check_wrappable(own)
         ids = {id(p) for g in own.param_groups for p in g["params"]}
         if ids & seen:
@@ -59,9 +63,9 @@ def check(
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
         raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="the option bucket_bytes")
     if gather not in ("step", "forward"):
-        raise CanzonaError(f"gather={gather!r} is none of 'step', 'forward'", at="the option gather")
+        raise CanzonaError(f"gather={gather!r} is neither 'step' nor 'forward'", at="the option gather")
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
-        raise CanzonaError(f"reduce_dtype={reduce_dtype!r} is no floating-point dtype", at="the option reduce_dtype")
+        raise CanzonaError(f"reduce_dtype={reduce_dtype!r} is not a floating-point dtype", at="the option reduce_dtype")
 
 
 def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
@@ -76,24 +80,26 @@ def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     for name, param in canonical_params(model).items():
         if param.requires_grad and name not in params:
             raise CanzonaError(
-                "it requires a gradient, but none of the optimizers has it, so nothing would reduce its gradient",
+                "the parameter requires a gradient but is in no optimizer, so its gradient would never be reduced",
                 at=name,
-                hint="pass all optimizers of the model in one call, or call requires_grad_(False)",
+                hint="pass all optimizers of the model in one call of zero1, or freeze it with requires_grad_(False)",
             )
     devices = {param.device for param in params.values()}
     if len(devices) > 1:
-        raise CanzonaError(f"the parameters lie on several devices: {', '.join(map(str, devices))}", at="zero1()")
+        raise CanzonaError(f"the parameters are on several devices: {', '.join(map(str, devices))}", at="zero1()")
     for name, own in params.items():
         check_usable(name, own)
         if getattr(own, MARK, False):
             raise CanzonaError(
-                "its gradient is reduced by another call of zero1",
+                "an earlier call of zero1 already reduces the gradient of this parameter",
                 at=name,
-                hint="call canzona_compile.unwrap on the optimizers of that call first",
+                hint="first call canzona_compile.unwrap on the optimizers of that call",
             )
         if not local_part(own).numel():
             raise UnsupportedLayout(
-                "its fragment on this rank is empty", at=name, hint="shard it over fewer ranks, or replicate it"
+                "this rank holds no element of the parameter",
+                at=name,
+                hint="shard it over fewer ranks, or replicate it",
             )
 
 
@@ -107,7 +113,8 @@ def check_meshes(meshes: Mapping[str, DeviceMesh], ranks: Sequence[int]) -> None
     for name, mesh in meshes.items():
         if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
             raise CanzonaError(
-                f"it is a fragment over {mesh}, which contains data-parallel ranks",
+                f"the parameter is sharded over {mesh}, which contains data-parallel ranks",
                 at=name,
-                hint="zero1 takes parameters that each data-parallel rank holds; for FSDP2 use wrap(optimizer)",
+                hint="zero1 needs every data-parallel rank to hold the whole parameter; with FSDP2 call "
+                "wrap(optimizer)",
             )

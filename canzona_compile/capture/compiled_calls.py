@@ -167,9 +167,10 @@ class CompiledCallRecorder(CallRecorder):
         if owner := next((leaf for leaf in odd if isinstance(leaf, Optimizer)), None):
             return self.note.add(
                 UnsupportedOptimizer(
-                    f"{type(owner).__name__} compiles a function that takes the optimizer: torch may compile it anew "
-                    "for copies of that, and what is compiled anew may round otherwise",
-                    hint="compile a function of tensors and numbers instead, or do not compile it",
+                    f"{type(owner).__name__} compiles a function that takes the optimizer, so torch may compile it "
+                    "again "
+                    "for copies of the optimizer, and that code may round differently",
+                    hint="compile a function that takes only tensors and numbers, or do not compile it",
                 )
             )
         if called is None:

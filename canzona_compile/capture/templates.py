@@ -210,8 +210,8 @@ class Capture:
             self._closure = closure_problem(self.optimizer)
         if self._closure:
             raise UnsupportedOptimizer(
-                f"{plain_class(self.optimizer).__name__}.step cannot take a closure here: {self._closure}",
-                hint="call the closure yourself and then step() without it, if that is what you mean",
+                f"{plain_class(self.optimizer).__name__}.step cannot be called with a closure: {self._closure}",
+                hint="call loss = closure() yourself, then step() without it",
             )
 
     def group_counters(self) -> frozenset[str]:

@@ -38,9 +38,9 @@ def levels(text: str) -> dict[str, int]:
         name = word.removeprefix(sign)
         if name not in PARTS:
             raise CanzonaError(
-                f"there is no {name!r} to log",
+                f"there is no logger {name!r}",
                 at=f"{VARIABLE}={text}",
-                hint=f"names are {', '.join(PARTS)}; +name logs more, -name errors only",
+                hint=f"use one of {', '.join(PARTS)}; +name logs more, -name logs only errors",
             )
         found |= dict.fromkeys(PARTS[name], LEVELS[sign])
     return found

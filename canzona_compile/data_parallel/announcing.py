@@ -21,14 +21,14 @@ from canzona_compile.runtime.store_agreement import first_difference, timeout_of
 from canzona_compile.session.compared import described
 
 Details = Mapping[str, str]  # by topic
-BROKEN = "see what the other ranks wrote; shards of gradients and parameters are lost, so load a checkpoint to go on"
+BROKEN = "look at the output of the other ranks. Shards of gradients and parameters are lost: restart from a checkpoint"
 HINTS = {
     "gradients": "set gradients to None on all ranks or on none, and call zero_grad() on all of them",
-    "scalings": "scale gradients alike on all ranks, or not at all; clip with "
+    "scalings": "scale gradients in the same way on all ranks; to clip, call "
     "optimizer.canzona.clip_grad_norm_(max_norm)",
-    "state": "load or clear the state of the optimizer on all ranks",
-    "numbers": "set the hyperparameters of the optimizer to the same values, and call measure(), on all ranks",
-    "arguments": "give this call the same arguments on all ranks",
+    "state": "load the same checkpoint, or clear the state of the optimizer, on all ranks",
+    "numbers": "set the same hyperparameters on all ranks, and call measure() on all of them or none",
+    "arguments": "pass the same arguments to this call on all ranks",
 }
 
 
@@ -128,14 +128,16 @@ def difference(call: str, ranks: Sequence[int], told: Sequence[Details]) -> Canz
     if topic == "gradients":
         return InvalidGradient(f"gradients are missing on some ranks only ({said}); nothing was updated", hint=hint)
     if topic == "scalings":
-        problem = f"gradients were scaled differently on some ranks ({said}); this step updated nothing"
+        problem = f"gradients were scaled differently on some ranks ({said}); nothing was updated"
         return InvalidGradient(problem, hint=hint)
     if topic == "state":
-        return RankMismatch(f"ranks hold different state ({said}); nothing was updated", hint=hint)
+        return RankMismatch(f"the optimizer state differs between ranks ({said}); nothing was updated", hint=hint)
     if topic == "arguments":
-        return RankMismatch(f"{call} has other arguments on some ranks ({said}); nothing was changed", hint=hint)
+        return RankMismatch(
+            f"{call} was called with different arguments on some ranks ({said}); nothing was changed", hint=hint
+        )
     return RankMismatch(
-        "the numbers of a step differ between data-parallel ranks, and nothing was updated; "
+        "hyperparameters or other numbers of the step differ between ranks, and nothing was updated; "
         + first_difference(ranks, list(found.values())),
         hint=hint,
     )

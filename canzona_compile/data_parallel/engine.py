@@ -38,9 +38,9 @@ from canzona_compile.session.session import Session
 GatherAt = Literal["step", "forward"]
 WHOLE_PARAMETERS = Purpose(
     "reading whole parameters",
-    'because gather="forward" has not gathered them since the last step',
-    "call state_dict(), and the model without gradients, on all ranks, or optimizer.canzona.synchronize() on all ranks "
-    "before one of them does",
+    'because gather="forward" has not gathered the parameters since the last step',
+    "call state_dict(), or the model under no_grad(), on all ranks; or first call optimizer.canzona.synchronize() on "
+    "all of them",
 )
 
 
@@ -176,9 +176,9 @@ class Zero1:
         elif not any(isinstance(g, ReducedGradient) for g in grads):
             self._check_model()
             raise CanzonaError(
-                "there is no gradient to step with",
+                "no parameter has a gradient",
                 at="step()",
-                hint="call backward() before every step(), on every rank, and zero_grad() after it",
+                hint="on every rank, call backward() before each step() and zero_grad() after it",
             )
 
     def _check_model(self) -> None:
@@ -187,9 +187,9 @@ class Zero1:
         now = {} if model is None else canonical_params(model)
         if replaced := [n for n, f in self.fragments.items() if n in now and now[n] is not f.param]:
             raise CanzonaError(
-                "the model has other parameters now than when zero1() was called, and they get the gradients",
+                "parameters of the model were replaced after zero1(), so the new ones receive the gradients",
                 at=some(replaced),
-                hint="load checkpoints without assign=True, and move or replace parameters before zero1()",
+                hint="move or replace parameters before zero1(), and load checkpoints without assign=True",
             )
 
     def _check_params(self) -> None:
@@ -199,9 +199,10 @@ class Zero1:
                 for i, param in enumerate(group["params"]):
                     if param.requires_grad and id(param) not in self._trained:
                         raise CanzonaError(
-                            f"the optimizer has a trained parameter of shape {list(param.shape)} that no bucket holds",
+                            f"a trained parameter of shape {list(param.shape)} was not in the optimizer when zero1() "
+                            "was called",
                             at=f"parameter {i} of group {g}",
-                            hint="add and replace parameters, and set requires_grad, before zero1()",
+                            hint="add or replace parameters, and set requires_grad, before zero1()",
                         )
 
     def _after(self, session: OwnerSession) -> None:
@@ -258,9 +259,9 @@ class Zero1:
         """Raise if the model is copied or saved while parameters are not whole. A copy has nothing to wait for."""
         if self.gathering.outstanding or any(self._stepped):
             raise CanzonaError(
-                "the model is copied before its parameters are gathered",
+                "the model was copied before its parameters were gathered",
                 at='zero1(..., gather="forward")',
-                hint="call optimizer.canzona.synchronize() on all ranks before",
+                hint="first call optimizer.canzona.synchronize() on all ranks",
             )
 
     def measure(self, clock: StepClock) -> None:
@@ -308,8 +309,8 @@ class Zero1:
         number = self.reduction.number
         if self._used == number:
             error = CanzonaError(
-                f"gradients are scaled ({operation}) after the step of another optimizer",
-                hint="scale gradients before the first optimizer steps",
+                f"gradients were scaled ({operation}) after another optimizer had stepped",
+                hint="scale gradients before any optimizer steps",
             )
             self.tell(error)
             raise error
@@ -353,7 +354,7 @@ class Zero1:
 def no_such(optimizer: Optimizer) -> CanzonaError:
     """The error for an optimizer that a call of `zero1` was not given."""
     return CanzonaError(
-        f"this {type(optimizer).__name__} is none of the optimizers that zero1 was given with the model",
+        f"this {type(optimizer).__name__} was not passed to zero1 with the model",
         at="optimizer.canzona.clip_grad_norm_(of=)",
         hint="of=chain.optimizers[1]",
     )

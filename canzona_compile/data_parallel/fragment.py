@@ -30,11 +30,11 @@ class Fragment:
     Attributes:
         name: the name of the parameter.
         param: the parameter.
-        sharding: how it is divided beside the data-parallel ranks; None if this rank holds it whole.
+        sharding: how it is sharded over ranks that are not data-parallel ones; None if this rank holds it whole.
         stand_in: shows it in plans, if it is a plain tensor that is a fragment; None otherwise.
         division: shows its logical matrices; None if it is one.
         view: shows the slices that this rank owns, as *doubles*, which the optimizer steps in place of `param`. A
-            double shares the memory of its slice, unless that is a piece whose rows are no neighbours: then it is a
+            double shares the memory of its slice, unless that is a piece whose rows are not consecutive: then it is a
             copy. If the parameter is one matrix that is not cut, its double has its shape.
         owned: the slices of which this rank is the owner, in the order of the doubles.
         slices: all of its slices, those of other owners included.
@@ -103,9 +103,9 @@ class Fragment:
         values = self._local()
         if values.data_ptr() != self._address:
             raise CanzonaError(
-                "the memory of the parameter was replaced after zero1()",
+                "the storage of the parameter was replaced after zero1()",
                 at=self.name,
-                hint="call zero1 after the model has its device, dtype and layout; change values in place",
+                hint="move and cast the model before zero1(); afterwards, change parameters only in place",
             )
         return values
 
@@ -113,9 +113,9 @@ class Fragment:
         values = local_part(self.param).detach()
         if not values.is_contiguous():
             raise UnsupportedLayout(
-                f"the parameter is not contiguous: strides {values.stride()} of {list(values.shape)}",
+                f"the parameter of shape {list(values.shape)} is not contiguous: its strides are {values.stride()}",
                 at=self.name,
-                hint="make it contiguous before zero1()",
+                hint="set param.data = param.data.contiguous() before zero1()",
             )
         return values
 
@@ -137,9 +137,10 @@ class Fragment:
         if grad.layout is not torch.strided or own.dtype != self.param.dtype or own.shape != self._local().shape:
             raise CanzonaError(
                 f"the gradient is {grad.layout} {own.dtype} {list(own.shape)}, "
-                f"the parameter {self.param.dtype} {list(self._local().shape)}",
+                f"but the parameter is {self.param.dtype} {list(self._local().shape)}",
                 at=self.name,
-                hint="leave dtype, shape and layout of gradients as backward makes them; reduce_dtype= is for the wire",
+                hint="do not change the dtype, shape or layout of gradients; to reduce in another dtype, pass "
+                "reduce_dtype=",
             )
         return own.contiguous()
 

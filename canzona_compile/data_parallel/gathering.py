@@ -205,7 +205,7 @@ class ForwardHooks:
         self._called, self._begun = set(), False
 
     def forget(self) -> None:
-        """Begin anew: all parameters are whole, or the gradients of all forward passes so far have arrived."""
+        """Begin again: all parameters are whole, or the gradients of all forward passes so far have arrived."""
         self._early, self._called = set(), set()
 
     def check(self, name: str) -> None:
@@ -219,8 +219,8 @@ class ForwardHooks:
         """
         if name in self._early and name not in self._called:
             raise CanzonaError(
-                "the forward pass read it before it was gathered, because its module was not called",
+                "the forward pass read the parameter before it was gathered, because its module was not called",
                 at=name,
-                hint='use gather="step", or call optimizer.canzona.synchronize() before code that reads parameters '
+                hint='pass gather="step", or call optimizer.canzona.synchronize() before code that reads parameters '
                 "without calling their module, such as model.encode(x) or model.forward(x)",
             )

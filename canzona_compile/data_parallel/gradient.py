@@ -145,13 +145,14 @@ def refusal(func: Any, gradient: ReducedGradient) -> CanzonaError:
     name = func.overloadpacket.__name__
     if name == "add_":
         return CanzonaError(
-            "backward ran again although its gradient is reduced already",
+            "backward ran again after the gradient was reduced",
             at=gradient.origin,
-            hint="call zero_grad() before; to accumulate, run all backward passes but the last inside no_sync()",
+            hint="call zero_grad() first; to accumulate gradients, run all backward passes but the last inside "
+            "no_sync()",
         )
     if "norm" in name:
         return CanzonaError(
-            "this rank holds a part of its gradient, so a norm of it would differ from rank to rank",
+            "this rank holds only a part of the reduced gradient, so its norm would differ between ranks",
             at=gradient.origin,
             hint="clip with optimizer.canzona.clip_grad_norm_(max_norm)",
         )
@@ -162,7 +163,7 @@ def refusal(func: Any, gradient: ReducedGradient) -> CanzonaError:
             hint="call zero_grad(set_to_none=True), which is the default",
         )
     return CanzonaError(
-        f"this rank holds a part of its gradient, on which {name} would not give what it gives on the whole",
+        f"this rank holds only a part of the reduced gradient, so {name} would give a wrong result",
         at=gradient.origin,
-        hint="change gradients before they are reduced, in a hook of the parameter, or scale them by one number",
+        hint="change gradients before they are reduced, in a hook of the parameter; scaling by a number also works",
     )

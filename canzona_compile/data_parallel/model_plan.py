@@ -108,9 +108,9 @@ def plan_model(
         check_independent(found)
         if unknown := [b.name for b in found if b.name not in order]:
             raise CanzonaError(
-                "the optimizer knows the parameter by this name, the model by another one",
+                "the optimizer and the model have different names for this parameter",
                 at=unknown[0],
-                hint="give zero1 the model whose named_parameters() the optimizer was made from",
+                hint="pass zero1 the model whose named_parameters() the optimizer was built from",
             )
         trained.append(found)
     bound = in_model_order(trained, order)
@@ -143,9 +143,10 @@ def check_independent(bound: Iterable[BoundParam]) -> None:
     for b in bound:
         if b.kind.coupled is not None:
             raise UnsupportedOptimizer(
-                f"zero1 gives every matrix to another owner, but {b.kind.coupled.reason}",
+                f"zero1 spreads matrices over owner ranks, but {b.kind.coupled.reason}",
                 at=b.name,
-                hint="use DistributedDataParallel and wrap(optimizer, replicate=mesh): one rank steps all of them then",
+                hint="use DistributedDataParallel with wrap(optimizer, replicate=mesh); one rank then steps all "
+                "parameters",
             )
 
 
@@ -199,7 +200,7 @@ def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) 
     """Schedule all matrices of a joint step as one step, which is what a plan of the model describes.
 
     Optimizers without matrices leave no trace but the slices of their parameters, so the plan does not depend on them.
-    Parameter groups are numbered anew in the order of the matrices.
+    Parameter groups are renumbered in the order of the matrices.
 
     Args:
         step: OWNED, with buckets; the names of its optimizers are joined by "+".

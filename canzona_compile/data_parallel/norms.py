@@ -24,9 +24,9 @@ def check_reduced(fragments: Mapping[str, Fragment]) -> None:
     for fragment in fragments.values():
         if fragment.param.grad is not None and not isinstance(fragment.param.grad, ReducedGradient):
             raise CanzonaError(
-                "its gradient is not reduced yet",
+                "the gradient is not reduced yet",
                 at=fragment.name,
-                hint="clip after the last backward pass, which runs outside of no_sync()",
+                hint="clip after the last backward pass, and run that one outside of no_sync()",
             )
 
 

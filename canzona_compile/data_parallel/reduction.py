@@ -183,7 +183,7 @@ class Reduction:
     def _missed(self, number: int) -> None:
         """An exception ended a backward pass: other ranks may wait for its collectives."""
         if self.under_way and number == self._pass:
-            self.abandon(CanzonaError("a backward pass ended on its way, with an exception"))
+            self.abandon(CanzonaError("an exception interrupted a backward pass"))
 
     def _leave(self) -> None:
         channel = self.announcer.channel
@@ -199,9 +199,9 @@ class Reduction:
         indices = self.filling.buckets_of[fragment.name]
         if not any(fragment.name in self._missing[index] for index in indices):
             raise CanzonaError(
-                "its gradient was complete twice in one backward pass",
+                "the gradient was accumulated twice in one backward pass",
                 at=fragment.name,
-                hint="use checkpoints with use_reentrant=False for a parameter that several of them share",
+                hint="pass use_reentrant=False to the activation checkpoints that share this parameter",
             )
         fragment.gradient()
         for index in indices:
@@ -209,16 +209,17 @@ class Reduction:
         self._start_complete()
 
     def _begin(self) -> None:
-        """Begin to reduce gradients anew: announce it, and go on. The answer is read before the first collective."""
+        """Begin a new reduction of gradients: announce it, and go on. The answer is read before the first collective."""
         self._announced = None
         self._pass += 1
         self.announcer.check()
         stale = [n for n, f in self.fragments.items() if isinstance(f.param.grad, ReducedGradient)]
         if stale:
             raise CanzonaError(
-                "backward ran again although gradients are reduced already",
+                "backward ran again after gradients were reduced",
                 at=stale[0],
-                hint="call zero_grad() before; to accumulate, run all backward passes but the last inside no_sync()",
+                hint="call zero_grad() first; to accumulate gradients, run all backward passes but the last inside "
+                "no_sync()",
             )
         self.at_begin()
         channel = self.announcer.channel

@@ -54,7 +54,7 @@ class OwnerSession(Session):
         begun: called in that context when this rank can take the step; raises unless all ranks can.
     """
 
-    lost_in_copies: ClassVar[str] = "zero1 is lost in a copy of the optimizer: a copy of the model has no buckets"
+    lost_in_copies: ClassVar[str] = "copies of an optimizer lose zero1, because a copy of the model has no buckets"
     holds: ClassVar[str] = "what it owns"
     may_move_owners: ClassVar[bool] = False
 
@@ -176,7 +176,7 @@ class OwnerSession(Session):
     # -- state -----------------------------------------------------------------------------------------
 
     def partners(self) -> dict[Ranks, str]:
-        """Find the sets of ranks that portable state is gathered from: all data-parallel ranks while it is apart."""
+        """Find the sets of ranks that portable state is gathered from: all data-parallel ranks while it is distributed."""
         found = super().partners()
         if self._apart and self._whole is not None:
             names = "\n".join(fragment.name for fragment in self.fragments)
@@ -212,7 +212,7 @@ class OwnerSession(Session):
             self._noticed = True
 
     def _whole_leaf(self, piece: str, name: str, value: DTensor) -> Tensor:
-        """Gather a leaf of a piece from the ranks beside this one that hold its fragments. This is a collective."""
+        """Gather a leaf of a piece from the other ranks that hold its fragments. This is a collective."""
         assert self._agreement is not None
         return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank, self._agreement.waiter)
 

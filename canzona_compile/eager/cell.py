@@ -27,7 +27,7 @@ from canzona_compile.replica.twin import make_twin, step_plainly
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Left:
-    """What a step left beside the values of parameters.
+    """What a step left other than the values of parameters.
 
     Attributes:
         homes: all that is plain.
@@ -124,8 +124,8 @@ def step_all(optimizer: Optimizer, params: Sequence[Sequence[Tensor]], state: Ma
         step_plainly(twin)
     if places := changed(objects, objects_in(twin)):
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step changes {some(places)}, which other ranks cannot be shown",
-            hint="keep tensors, numbers and texts there, in lists and dicts",
+            f"{plain_class(optimizer).__name__}.step changes {some(places)}, which cannot be sent to other ranks",
+            hint="store only tensors, numbers and strings there, or lists and dicts of them",
         )
     after = plain_homes(twin)
     same = [{k for k, v in new.items() if k in old and old[k] is v} for old, new in zip(before, after, strict=True)]
@@ -133,7 +133,7 @@ def step_all(optimizer: Optimizer, params: Sequence[Sequence[Tensor]], state: Ma
     kept = {key: entry for key, entry in twin.state.items() if isinstance(key, Tensor) and entry}
     if kept.keys() - own:
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step keeps state of tensors that are no parameters"
+            f"{plain_class(optimizer).__name__}.step keeps state for tensors that are not parameters"
         )
     return Left(after, same, kept)
 
@@ -147,7 +147,7 @@ def check_no_fragments(param: Tensor) -> None:
     for name, value in vars(param).items():
         if isinstance(value, DTensor) and not name.startswith("_"):
             raise UnsupportedOptimizer(
-                f"the optimizer steps all parameters at once, on one rank, and the attribute {name} of a parameter is "
-                "a DTensor, of which each rank holds a fragment",
-                hint=f"keep what the step reads in self.state[param], not in param.{name}",
+                f"the optimizer steps all parameters at once on one rank, but the attribute {name} of this parameter "
+                "is a DTensor, so each rank holds only a shard of it",
+                hint=f"store it in self.state[param] instead of param.{name}",
             )

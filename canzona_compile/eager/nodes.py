@@ -25,7 +25,7 @@ from canzona_compile.replica.parameter_spec import ParameterSpec
 class EagerStep:
     """Target of a graph node: (task, param, grad) -> (new param, *tensor leaves of the new state).
 
-    It runs on the owner rank. Leaves that are no tensors stay in the state of the task on that rank.
+    It runs on the owner rank. Leaves that are not tensors stay in the state of the task on that rank.
 
     Args:
         leaves: the names of the tensor leaves of the state that the graph returns.

@@ -173,15 +173,18 @@ class OwnObject:
         late = self.moving_numbers() - self.recipe.numbers
         if places_changed := [*changed(self._still, self._rest()), *sorted(late)]:
             raise CanzonaError(
-                f"its optimizer changes {some(places_changed)} later than in the rehearsal, so it is not saved",
+                f"the optimizer changed {some(places_changed)} after many steps for the first time, so it is not in "
+                "the checkpoint",
                 at=self.name,
-                hint="please report it; a counter or a buffer that changes within 40 steps is saved",
+                hint="please report it; counters and buffers that change within the first 40 steps are saved",
             )
         try:
             found = saved(self._places(), self._texts or {})
         except NoPlace as error:
             raise CanzonaError(
-                f"what its optimizer keeps cannot be saved: {error}", at=self.name, hint="give them other names"
+                f"what the optimizer keeps cannot be saved: {error}",
+                at=self.name,
+                hint="give these values different names",
             ) from error
         kinds = (GENERATOR, CUDA_GENERATOR)
         return {**found, **dict(zip(kinds, self.generators.states, strict=False))}
@@ -206,7 +209,7 @@ class OwnObject:
             raise CanzonaError(
                 f"the saved state does not fit what the optimizer keeps: {error}",
                 at=self.name,
-                hint="load a checkpoint that this optimizer saved, made with equal arguments",
+                hint="load a checkpoint of the same optimizer class, built with the same arguments",
             ) from error
         if len(drawn) == len(self.generators.states):
             self.generators.states = drawn

@@ -1,4 +1,4 @@
-"""What a step leaves beside parameters and their state, shown to every rank, as far as it is plain.
+"""What a step leaves other than parameters and their state, shown to every rank, as far as it is plain.
 
 Ranks that step parameters for others step twins of the optimizer, or objects of their own; the real optimizer never
 steps. What there is in parameter groups and attributes belongs to every rank, and users read it. Where one rank steps
@@ -59,7 +59,7 @@ class CoupledUpdate:
 
 
 def plain_homes(optimizer: Optimizer) -> Homes:
-    """What an optimizer holds beside parameters and their state, as far as it is plain."""
+    """What an optimizer holds other than parameters and their state, as far as it is plain."""
     return [{k: v for k, v in home.items() if is_plain(v)} for home in homes_of(optimizer).values()]
 
 

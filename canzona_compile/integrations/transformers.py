@@ -43,9 +43,9 @@ class MuonAdamW:
         """
         if under_ddp() and options.get("zero1") is not None:
             raise CanzonaError(
-                "the Trainer puts the model into DDP, which reduces gradients as ZeRO-1 does",
+                "the Trainer wraps the model in DDP, which already reduces gradients",
                 at="MuonAdamW",
-                hint="leave out zero1=: ranks share the work under DDP, too",
+                hint="omit zero1=; ranks share the optimizer's work under DDP as well",
             )
         sharded = any(isinstance(param, DTensor) for param in model.parameters())
         if under_ddp() and not sharded:
@@ -98,9 +98,9 @@ def gather(given: Any, args: Any) -> None:
         return
     if args.save_on_each_node:
         raise CanzonaError(
-            "save_on_each_node=True lets several ranks save, and one rank gets the state",
+            "with save_on_each_node=True several ranks save, but only one rank has the state",
             at="GatherStateCallback",
-            hint="save_on_each_node=False, with output_dir= where all nodes can read it",
+            hint="pass save_on_each_node=False, and an output_dir= that all nodes can read",
         )
     for own in wrapped:
         own.canzona.consolidate(to=0)

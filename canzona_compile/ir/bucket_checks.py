@@ -36,7 +36,7 @@ def laid_out(bucket: Bucket) -> None:
     """The slices of each shard are in order, aligned, apart from one another and inside of the shard."""
     where = f"bucket {bucket.index}"
     if any(length % ALIGNMENT for length in bucket.lengths):
-        raise InvalidStep(f"the length of a shard is no multiple of {ALIGNMENT}", at=where)
+        raise InvalidStep(f"the length of a shard is not a multiple of {ALIGNMENT}", at=where)
     if bucket.ranks and len(bucket.ranks) != len(bucket.lengths):
         raise InvalidStep(f"it has {len(bucket.lengths)} shards for {len(bucket.ranks)} ranks", at=where)
     reached = [0] * len(bucket.lengths)
@@ -44,14 +44,14 @@ def laid_out(bucket: Bucket) -> None:
     for part in bucket.slices:
         at = f"{part.name} in {where}"
         if not 0 <= part.owner < len(bucket.lengths):
-            raise InvalidStep(f"its owner {part.owner} is none of {len(bucket.lengths)}", at=at)
+            raise InvalidStep(f"its owner {part.owner} is not one of {len(bucket.lengths)}", at=at)
         if part.owner < before:
             raise InvalidStep("the slices are not in the order of their owners", at=at)
         before = part.owner
         if part.length < 0:
             raise InvalidStep(f"a slice has {part.length} elements", at=at)
         if part.offset % ALIGNMENT:
-            raise InvalidStep(f"its offset {part.offset} is no multiple of {ALIGNMENT}", at=at)
+            raise InvalidStep(f"its offset {part.offset} is not a multiple of {ALIGNMENT}", at=at)
         if part.offset < reached[part.owner]:
             raise InvalidStep("it overlaps the slice before it", at=at)
         reached[part.owner] = part.offset + part.length

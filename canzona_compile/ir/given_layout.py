@@ -57,7 +57,7 @@ class GivenLayout:
         raise CanzonaError(
             f"layout= takes patterns of names, a function or a DeviceMesh, not a {type(given).__name__}",
             at="the option layout",
-            hint='layout={"*.fc1.weight": (mesh, [Shard(0)]), "*.fc2.weight": (mesh, [Shard(1)])}',
+            hint='pass layout={"*.fc1.weight": (mesh, [Shard(0)]), "*.fc2.weight": (mesh, [Shard(1)])}',
         )
 
     def for_names(self, names: Iterable[str]) -> GivenLayout:

@@ -167,7 +167,7 @@ def placed_graphs(cut: Placed) -> None:
         raise InvalidStep("fragment_writes names leaves that the template does not write", at=where)
     for name in cut.resident:
         if name not in state:
-            raise InvalidStep(f"resident {name} is no state of its template", at=where)
+            raise InvalidStep(f"resident {name} is not a state of its template", at=where)
     for name in cut.owner_writes:
         if name not in cut.resident:
             raise InvalidStep(f"the owner writes {name}, which does not live there", at=where)

@@ -97,7 +97,7 @@ class Grid:
         for r, row in enumerate(self.ranks):
             if rank in row:
                 return r, row.index(rank)
-        raise InvalidStep(f"rank {rank} is no member of grid {self}")
+        raise InvalidStep(f"rank {rank} is not a member of grid {self}")
 
     def shard_peers(self, r: int) -> tuple[int, ...]:
         """Shard coordinates of replica r in ascending order of rank: the order of a process group."""
@@ -126,7 +126,7 @@ class Layout:
         if sum(box.numel for box in self.boxes) != math.prod(self.shape):
             raise UnsupportedLayout(
                 f"the fragments {self.placements} do not tile the tensor {list(self.shape)}",
-                hint="use Shard or FSDP2's placements, whose fragments are disjoint and cover the tensor",
+                hint="use Shard or the placements of FSDP2, whose fragments are disjoint and cover the tensor",
             )
 
 
@@ -186,7 +186,7 @@ def cutting_order(mesh: Sequence[int], placements: Sequence[Placement]) -> list[
             if factor != placement.split_factor:
                 raise UnsupportedLayout(
                     f"{placement} on mesh dim {i} has a split factor that no later mesh dims explain",
-                    hint="shard with parallelize_module first and fully_shard second, over one mesh",
+                    hint="call parallelize_module first and fully_shard second, over one mesh",
                 )
             order.insert(place, i)
         elif isinstance(placement, Shard):
@@ -215,7 +215,7 @@ def dtensor_layout(tensor: DTensor, rank: int, *, batch_dims: int = 0) -> Layout
     box = {at: fragment(tensor.shape, sizes, placements, at) for at in product(*map(range, sizes))}
     if tuple(box[own].size) != tuple(tensor.to_local().shape):
         raise UnsupportedLayout(
-            f"the local tensor is {list(tensor.to_local().shape)}, but {placements} say {list(box[own].size)}"
+            f"the local tensor is {list(tensor.to_local().shape)}, but {placements} gives {list(box[own].size)}"
         )
     return layout_of_boxes(tensor.shape, mesh.mesh, placements, box, rank, batch_dims=batch_dims)
 

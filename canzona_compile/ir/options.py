@@ -24,7 +24,7 @@ NOT_YET_OPTIONS = ("split", "layout", "model", "hardware", "plan")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Validated keyword arguments of `wrap`.
+    """The validated keyword arguments of `wrap`.
 
     Attributes:
         replicate: the ranks that hold equal copies of parameters, as under DDP. The parameters are plain tensors, or
@@ -90,7 +90,7 @@ class Options:
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise CanzonaError(
-                    f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"the option {name}"
+                    f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}", at=f"the option {name}"
                 )
         planner_named(self.planner, alpha=self.alpha)
         for name in ("stagger", "cuda_graphs"):
@@ -98,15 +98,15 @@ class Options:
                 raise CanzonaError(f"{name}={getattr(self, name)!r} is neither True nor False", at=f"the option {name}")
         if self.audit is not None and self.numerics != "exact":
             raise CanzonaError(
-                'an audit compares bits, which numerics="fast" does not keep',
+                'audit=True compares bits, but numerics="fast" changes them',
                 at="the option audit",
-                hint='use numerics="exact", or verify()',
+                hint='pass numerics="exact", or compare with verify()',
             )
         if self.audit is not None and self.stagger:
             raise CanzonaError(
-                "an audit compares with the plain optimizer, whose periodic work is not staggered",
+                "audit= compares with the plain optimizer, which does not stagger its periodic work",
                 at="the option audit",
-                hint="use one of the two",
+                hint="pass only one of the two",
             )
         for name in ("capacity", "depth", "micro_groups", "audit"):
             value = getattr(self, name)
@@ -122,5 +122,5 @@ class Options:
         if isinstance(self.replicate, DeviceMesh) and self.replicate.ndim != 1:
             raise CanzonaError(
                 f"replicate= takes a one-dimensional mesh; this one has {self.replicate.ndim} dims",
-                hint="take one dim of it (mesh['dp']) or flatten the dims that replicate",
+                hint="pass one dim of it, mesh['dp'], or flatten the dims that replicate",
             )

@@ -19,7 +19,7 @@ from canzona_compile.machine.json_text import read_json
 
 SCHEMA = 1
 KIND = "canzona plan"
-MAKE_ANEW = "make the plan anew"
+MAKE_ANEW = "make a new plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PlannedTask:
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """The decisions of a plan, and hashes of the step that they lead to.
+    """The decisions of a plan, and hashes of the resulting step.
 
     Attributes:
         depth: how many micro-groups are in flight at once.
@@ -104,21 +104,22 @@ class PlanFile:
             CanzonaError: the plan lacks the task, or has it for another layout.
         """
         found = self._by_name().get(task.name)
-        hint = "make the plan for this model and mesh, with these names"
+        hint = "make the plan for this model and mesh, with the same parameter names"
         if found is None:
-            raise CanzonaError("the plan does not know this parameter", at=task.name, hint=hint)
+            raise CanzonaError("the plan does not have this parameter", at=task.name, hint=hint)
         here = (task.shape, layout_text(task, self.replicas or 1))
         if here != (found.shape, found.layout):
             raise CanzonaError(
-                f"the plan is for {list(found.shape)} on {found.layout}, the run has {list(task.shape)} on {here[1]}",
+                f"the plan is for {list(found.shape)} on {found.layout}, but the run has {list(task.shape)} on "
+                f"{here[1]}",
                 at=task.name,
                 hint=hint,
             )
         if found.strategy not in set(Strategy):
             raise CanzonaError(
-                f"no run executes the plan's strategy {found.strategy!r}",
+                f"a run cannot execute the strategy {found.strategy!r} of this plan",
                 at=task.name,
-                hint="make the plan anew with strategy auto, owner or replicated",
+                hint="make a new plan with strategy auto, owner or replicated",
             )
         if self.replicas is None or found.replica is None or found.owner is None:
             return found
@@ -132,18 +133,18 @@ class PlanFile:
             return
         if self.replicas is None:
             raise CanzonaError(
-                "the plan was made for wrap: it does not say which data-parallel rank updates a matrix",
+                "the plan was made for wrap, so it does not say which data-parallel rank updates this matrix",
                 at="zero1(..., plan=)",
                 hint='plan with updates="zero1", or save optimizer.canzona.plan() of a run under zero1',
             )
         if replicas is None:
             raise CanzonaError(
-                "the plan was made for zero1, where a matrix lies whole on its owner before the step",
+                "the plan was made for zero1, where the owner holds this matrix whole before the step",
                 at="wrap(..., plan=)",
                 hint='plan with updates="ddp", or save optimizer.canzona.plan() of a run under wrap',
             )
         raise CanzonaError(
-            f"the plan is for {self.replicas} data-parallel ranks, the mesh has {replicas}",
+            f"the plan is for {self.replicas} data-parallel ranks, but the mesh has {replicas}",
             at="zero1(..., plan=)",
             hint="make the plan for this mesh",
         )
@@ -151,7 +152,7 @@ class PlanFile:
     def check_complete(self, names: Iterable[str]) -> None:
         """Raise CanzonaError if the plan has tasks that a run lacks."""
         if missing := sorted({task.name for task in self.tasks} - set(names)):
-            raise CanzonaError("the plan has a parameter that the optimizer lacks", at=missing[0])
+            raise CanzonaError("the plan has a parameter that the optimizer does not have", at=missing[0])
 
     def check_followed(self, step: Step) -> None:
         """Raise CanzonaError if a scheduled step differs from the plan. The message names the part that differs."""
@@ -161,9 +162,10 @@ class PlanFile:
         here = digests(printed)
         different = [name for name, digest in self.digests if here.get(name) != digest]
         raise CanzonaError(
-            f"the run does not come out as planned: {' and '.join(different) or 'the text'} differ",
+            f"the run would differ from the plan in its {' and '.join(different) or 'text'}",
             at=f"plan {self.fingerprint[:12]}",
-            hint="graphs differ by torch version, optimizer and hyperparameters; plan with those of the run",
+            hint="make the plan with the torch version, optimizer and hyperparameters of the run, on which graphs "
+            "depend",
         )
 
     def _by_name(self) -> Mapping[str, PlannedTask]:
@@ -200,7 +202,9 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
     at = "plan" if isinstance(given, Mapping) else str(given)
     found = dict(given) if isinstance(given, Mapping) else read_json(Path(given), MAKE_ANEW)
     if not isinstance(found, Mapping) or found.get("kind") != KIND:
-        raise CanzonaError("it is no plan", at=at, hint="canzona-compile plan --format json writes one")
+        raise CanzonaError(
+            "the file is not a plan", at=at, hint="write a plan with `canzona-compile plan --format json -o plan.json`"
+        )
     if found.get("schema") != SCHEMA:
         raise CanzonaError(f"schema is {found.get('schema')!r}, not {SCHEMA}", at=at, hint=MAKE_ANEW)
     if missing := [f.name for f in fields(PlanFile) if f.default is MISSING and f.name not in found]:
@@ -226,7 +230,7 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
         replicas = None if found.get("replicas") is None else whole(found["replicas"])
         ranks = {None} if replicas is None else set(range(replicas))
         if astray := [task.name for task in tasks if task.replica not in ranks]:
-            raise ValueError(f"{astray[0]} is on none of the plan's data-parallel ranks")
+            raise ValueError(f"the owner of {astray[0]} is not a data-parallel rank of the plan")
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CanzonaError(f"an entry is wrong: {type(error).__name__}: {error}", at=at, hint=MAKE_ANEW) from error
     named = str(found["optimizer"]), depth, tasks, groups, tuple(known.items()), str(found["fingerprint"])
@@ -236,7 +240,7 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
 def whole(value: Any) -> int:
     """Return an integer of a plan; a float or a truth value is none."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is no integer")
+        raise ValueError(f"{value!r} is not an integer")
     return value
 
 

@@ -80,7 +80,7 @@ class Tiling:
                     raise UnsupportedLayout(
                         f"the fragments do not tile a tensor: of dim {dim} ranks hold {lengths[place]} and {size[dim]} "
                         f"entries that {sharding} says are the same; there are {told(sizes)}",
-                        hint="name every mesh dim that cuts the tensor, with the dim that it cuts",
+                        hint="give a placement for every mesh dim that shards the tensor, with the dim that it shards",
                     )
             begin, length = {}, 0
             for place in product(*(range(mesh[i]) for i in cutting)):

@@ -20,7 +20,7 @@ WHERE = "wrap(..., split=)"
 
 @dataclass(frozen=True, init=False, slots=True)
 class Split:
-    """The parts of a fused weight. The optimizer sees each part as a parameter of its own.
+    """The parts of a fused weight. The optimizer updates each part as a separate parameter.
 
     The rows of all parts, one part after the other, are numbered 0, 1, 2 and so on. `interleaved` or `order` says
     where these rows lie in the weight. Without either, row i of the parts is row i of the weight.
@@ -59,7 +59,7 @@ class Split:
                 raise CanzonaError(f"{name}={value!r} is not a positive integer", at=WHERE)
         for name, rows in parts.items():
             if not isinstance(name, str) or not name or "." in name:
-                raise CanzonaError(f"{name!r} cannot be the name of a part: a word without dots can", at=WHERE)
+                raise CanzonaError(f"{name!r} cannot be the name of a part", at=WHERE)
             for what, unit in (("interleaved", interleaved), ("head", head or 1)):
                 if rows % unit:
                     raise CanzonaError(f"{what}={unit} does not divide the {rows} rows of {name!r}", at=WHERE)
@@ -132,8 +132,8 @@ def part_of_layout(layout: Layout, rows: Tensor, dim: int) -> Layout:
         first = int(held[0]) if len(held) else 0
         if len(held) and int(held[-1]) - first + 1 != len(held):
             raise UnsupportedLayout(
-                f"a fragment holds {len(held)} rows of the matrix that are no neighbours in it",
-                hint="order= may not carry rows from one rank to another; shard the other dim",
+                f"a rank would hold {len(held)} rows of this part that are not consecutive",
+                hint="shard the other dim, or choose order= so that rows stay on their rank",
             )
         start, size = list(box.start), list(box.size)
         start[dim], size[dim] = first, len(held)
@@ -178,12 +178,15 @@ def chosen(splits: Sequence[tuple[str, Split]], name: str, shape: Sequence[int])
         return None
     if len(fitting) > 1:
         patterns = " and ".join(repr(pattern) for pattern, _ in fitting)
-        raise UnsupportedLayout(f"{patterns} of split= both fit", at=name, hint="make the patterns narrower")
+        raise UnsupportedLayout(
+            f"{patterns} of split= both match this parameter", at=name, hint="make the patterns narrower"
+        )
     split = fitting[0][1]
     if not 0 <= split.dim < len(shape) or shape[split.dim] != split.length:
         parts = " + ".join(f"{part} {rows}" for part, rows in split.parts)
         raise UnsupportedLayout(
-            f"split= says {parts} = {split.length} entries of dim {split.dim}; the parameter is {list(shape)}",
+            f"split= says {parts} = {split.length} entries of dim {split.dim}, but the parameter has shape "
+            f"{list(shape)}",
             at=name,
             hint="give the sizes of the whole weight, not of this rank's fragment",
         )
@@ -206,7 +209,7 @@ def check_patterns(given: Sequence[tuple[str, object]], names: Sequence[str], wh
     for pattern, _ in given:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CanzonaError(
-                f"{pattern!r} fits no parameter; there are {some(names)}",
+                f"{pattern!r} matches no parameter; the optimizer has {some(names)}",
                 at=where,
-                hint="names are those of `param_names` in the groups, or of wrap(..., model=)",
+                hint="names come from `param_names` in the parameter groups, or from wrap(..., model=model)",
             )

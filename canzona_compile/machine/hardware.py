@@ -25,7 +25,7 @@ from canzona_compile.machine.json_text import read_json
 
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
-ANEW = "write one with calibrate"
+ANEW = "write a file with `canzona-compile calibrate -o mine.json`"
 ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
 FOLDER = Path(__file__).parents[1] / "data" / "hardware"
 
@@ -236,11 +236,12 @@ def named_hardware(name: str) -> Hardware:
         path = Path(name)
         if path.suffix != ".json" or not path.is_file():
             raise CanzonaError(
-                f"there is no hardware {name!r}", hint=f"one of {', '.join(known)}, or a file.json that calibrate wrote"
+                f"there is no hardware {name!r}",
+                hint=f"use one of {', '.join(known)}, or a file.json that calibrate wrote",
             )
     found = read_json(path, ANEW)
     if not isinstance(found, dict):
-        raise CanzonaError("it holds no JSON object", at=str(path), hint=ANEW)
+        raise CanzonaError("the file is not a JSON object", at=str(path), hint=ANEW)
     return hardware_from(found, str(path))
 
 
@@ -289,7 +290,9 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
     if missing := sorted(known - given.keys() - {"sources", "measured"}):
         raise CanzonaError(f"the field {missing[0]!r} is missing", at=at, hint=SHOWN)
     if unknown := sorted(given.keys() - known - {"schema"}):
-        raise CanzonaError(f"there is no field {unknown[0]!r}", at=at, hint=f"there are {', '.join(sorted(known))}")
+        raise CanzonaError(
+            f"the field {unknown[0]!r} is unknown", at=at, hint=f"the fields are {', '.join(sorted(known))}"
+        )
     values = dict(given)
     del values["schema"]
     for name in POSITIVE:
@@ -300,11 +303,11 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
     values["product_calls"] = seconds_by_name(given["product_calls"], "product_calls", at)
     for name in ("ranks_per_node", "processors"):
         if values[name] != int(values[name]) or values[name] > MOST_RANKS:
-            raise CanzonaError(f"{name} is {given[name]!r}, no number of ranks", at=at, hint=f"1 to {MOST_RANKS}")
+            raise CanzonaError(f"{name} is {given[name]!r}, not a number of ranks", at=at, hint=f"1 to {MOST_RANKS}")
         values[name] = int(values[name])
     for name in ("name", "device", "backend"):
         if not isinstance(given[name], str):
-            raise CanzonaError(f"{name} is {given[name]!r}, no text", at=at, hint=SHOWN)
+            raise CanzonaError(f"{name} is {given[name]!r}, not a string", at=at, hint=SHOWN)
     if not isinstance(given["overlap"], bool):
         raise CanzonaError(f"overlap is {given['overlap']!r}, neither true nor false", at=at, hint=SHOWN)
     for name in ("products", "factorizations"):
@@ -315,9 +318,9 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
         values[name] = link(given[name], name, at)
     sources, measured = given.get("sources", {}), given.get("measured", ())
     if not isinstance(sources, Mapping):
-        raise CanzonaError("sources is no object with a text per rate", at=at, hint=SHOWN)
+        raise CanzonaError("sources is not an object with one string per rate", at=at, hint=SHOWN)
     if not isinstance(measured, list | tuple):
-        raise CanzonaError("measured is no list of rates", at=at, hint=f"rates are {', '.join(RATES)}")
+        raise CanzonaError("measured is not a list of rates", at=at, hint=f"rates are {', '.join(RATES)}")
     values["sources"], values["measured"] = tuple(sources.items()), tuple(measured)
     if strange := sorted(set(values["measured"]) - set(RATES)):
         raise CanzonaError(f"measured names {strange[0]!r}", at=at, hint=f"rates are {', '.join(RATES)}")
@@ -332,21 +335,25 @@ def number(value: Any, name: str, at: str, *, positive: bool) -> float:
         raise CanzonaError(f"{name} is {value!r}, not {wanted}", at=at, hint="rates are per second, in SI units")
     if value > LARGEST or (positive and value < 1 / LARGEST):
         told = f"{value!r:.40}"
-        raise CanzonaError(f"{name} is {told}, which no machine has", at=at, hint=f"{1 / LARGEST} to {LARGEST}")
+        raise CanzonaError(
+            f"{name} is {told}, which is outside of the range of real machines",
+            at=at,
+            hint=f"{1 / LARGEST} to {LARGEST}",
+        )
     return float(value)
 
 
 def seconds_by_name(value: Any, name: str, at: str) -> tuple[tuple[str, float], ...]:
     """The seconds in an object, by their names."""
     if not isinstance(value, Mapping):
-        raise CanzonaError(f"{name} is no object with seconds per name", at=at, hint=SHOWN)
+        raise CanzonaError(f"{name} is not an object with seconds per name", at=at, hint=SHOWN)
     return tuple((key, number(own, f"{name}.{key}", at, positive=False)) for key, own in value.items())
 
 
 def curves(value: Any, name: str, at: str) -> tuple[tuple[str, Curve], ...]:
     """The curves in an object, by their names; at least one."""
     if not isinstance(value, Mapping) or not value:
-        raise CanzonaError(f"{name} is no object with a rate per name", at=at, hint=SHOWN)
+        raise CanzonaError(f"{name} is not an object with a rate per name", at=at, hint=SHOWN)
     return tuple((key, curve(points, f"{name}.{key}", at)) for key, points in value.items())
 
 
@@ -354,7 +361,7 @@ def curve(value: Any, name: str, at: str) -> Curve:
     """A curve from pairs of numbers; at least one pair."""
     pairs = value if isinstance(value, list | tuple) else []
     if not pairs or any(not isinstance(p, list | tuple) or len(p) != 2 for p in pairs):
-        raise CanzonaError(f"{name} is no list of pairs [size, rate]", at=at, hint=SHOWN)
+        raise CanzonaError(f"{name} is not a list of pairs [size, rate]", at=at, hint=SHOWN)
     points = tuple((number(s, name, at, positive=True), number(r, name, at, positive=True)) for s, r in pairs)
     if any(a[0] >= b[0] for a, b in pairwise(points)):
         raise CanzonaError(f"the sizes of {name} do not ascend", at=at, hint=SHOWN)
@@ -364,7 +371,7 @@ def curve(value: Any, name: str, at: str) -> Curve:
 def link(value: Any, name: str, at: str) -> Link:
     """A link from an object with its fields."""
     if not isinstance(value, Mapping):
-        raise CanzonaError(f"{name} is no object with bandwidth and latency", at=at, hint=SHOWN)
+        raise CanzonaError(f"{name} is not an object with bandwidth and latency", at=at, hint=SHOWN)
     if missing := [key for key in ("bandwidth", "latency") if key not in value]:
         raise CanzonaError(f"the field {name}.{missing[0]} is missing", at=at, hint=SHOWN)
     if unknown := sorted(set(value) - {f.name for f in fields(Link)}):

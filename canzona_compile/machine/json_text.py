@@ -36,10 +36,10 @@ def read_json(path: Path, hint: str) -> Any:
     try:
         return parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
-        known = "name a file that exists and may be read"
+        known = "pass a file that exists and can be read"
         raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path), hint=known) from error
     except ValueError as error:
-        raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint=hint) from error
+        raise CanzonaError(f"the file is not JSON: {error}", at=str(path), hint=hint) from error
 
 
 def printable(value: Any) -> Any:

@@ -20,7 +20,7 @@ Shards = list[list[list[Job]]]  # for each bucket and each row, its jobs in the 
 def check_bucket(bucket: int) -> None:
     """Raise CanzonaError if `bucket` is no valid size of a bucket in elements."""
     if bucket < 1:
-        raise CanzonaError(f"bucket={bucket} is no number of elements", hint="400_000_000 is customary")
+        raise CanzonaError(f"bucket={bucket} is not a number of elements", hint="400_000_000 is customary")
 
 
 def in_buckets(jobs: Sequence[Job], bucket: int) -> list[list[Job]]:

@@ -52,7 +52,7 @@ class Exact:
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
-            raise CanzonaError(f"seconds={self.seconds} leaves no time to solve", hint="pass a positive number")
+            raise CanzonaError(f"seconds={self.seconds} is not positive", hint="pass a positive number")
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         return solve(jobs, rows, columns, load, seconds=self.seconds)[0]

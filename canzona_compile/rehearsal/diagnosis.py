@@ -24,7 +24,7 @@ from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import plain_attributes
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
-INDEPENDENT = "keep a step to its parameter, its gradient, its state and the hyperparameters of its group"
+INDEPENDENT = "let the update of a parameter read only the parameter, its gradient, its state and its group"
 
 
 def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
@@ -73,7 +73,7 @@ def refusal(
     Args:
         optimizer: the optimizer.
         scenario: the steps in which it showed.
-        whole, parts: what they did, to all parameters together and to each apart.
+        whole, parts: what they did, to all parameters together and to each separately.
         names: those of the optimizer's parameters by group, for the error.
     """
     kind = plain_class(optimizer).__name__
@@ -88,19 +88,19 @@ def refusal(
     beside = [p for p in places if p.startswith(("self.", "param_groups"))]
     if beside and not any(p.startswith(("parameter", "the state")) for p in places):
         return UnsupportedOptimizer(
-            f"{kind}.step changes {some(beside)}, which belong to no parameter",
-            hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
+            f"{kind}.step changes {some(beside)}, outside of self.state[param]",
+            hint="keep statistics in self.state[param]; elsewhere only plain numbers may change",
         )
     if own := sorted({found[1] for p in places if (found := re.match(r"the attributes of parameter \d+\['(\w+)'", p))}):
         return UnsupportedOptimizer(
             f"{kind}.step changes attributes of its parameter: {some(own)}",
             at=at,
-            hint="keep what belongs to a parameter in self.state[param]",
+            hint="keep per-parameter data in self.state[param]",
         )
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     knowing = sorted({p.partition("[")[0].partition("(")[0] for p in holding_parameters(small)})
-    kept = f"; {some(knowing)} {'knows' if len(knowing) == 1 else 'know'} parameters" if knowing else ""
+    kept = f"; {some(knowing)} {'refers' if len(knowing) == 1 else 'refer'} to parameters" if knowing else ""
     for company in (VisibleContext.ATTRIBUTES, VisibleContext.ITSELF, VisibleContext.GROUP, VisibleContext.ALL_GROUPS):
         with seeded(device):
             other = take(optimizer, scenario, OneByOne(bool(whole.counters), whole.drew, company))
@@ -111,7 +111,7 @@ def refusal(
     written = f", and it changes {some(beside or moving)}" if beside or moving else ""
     hint = "move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_"
     if any(isinstance(leaf, Module) for leaf in pytree.tree_leaves(vars(optimizer))):
-        hint += "; examples/qk_clip.py shows how a hook after the step writes weights of modules"
+        hint += "; to change weights of modules after the step, use a hook as in examples/qk_clip.py"
     return UnsupportedOptimizer(
         f"{kind} couples parameters: the update of one depends on others{written}{kept}", at=at, hint=hint
     )
@@ -125,7 +125,7 @@ def tensors_kept(optimizer: Optimizer) -> str:
         for name, value in own.items()
         if any(isinstance(leaf, Tensor | Module) for leaf in pytree.tree_leaves(value))
     ]
-    return f" (tensors are in {some(found)})" if found else ""
+    return f" (it keeps tensors in {some(found)})" if found else ""
 
 
 def where(places: Sequence[str], scenario: Scenario, names: NamesByGroup) -> str:

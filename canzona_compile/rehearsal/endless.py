@@ -99,5 +99,5 @@ class NoCrash(TorchDispatchMode):
 
 
 def unfinished(value: Any) -> bool:
-    """Whether a tensor has an element that is no finite number."""
+    """Whether a tensor has an element that is not a finite number."""
     return isinstance(value, Tensor) and not bool(torch.isfinite(value).all())

@@ -232,7 +232,7 @@ class Fingerprints(NoCollectives):
 
 
 def digest(*values: Any) -> str:
-    """Hash texts and numbers, in every process alike."""
+    """Hash texts and numbers, equally in every process."""
     parts: Iterator[bytes] = (v if isinstance(v, bytes) else repr(v).encode() for v in values)
     return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 

@@ -84,7 +84,7 @@ def rehearse_objects(
         construction = Construction.of(optimizer, began, counting)
         found = [rehearse_one(optimizer, construction, scenario, names, showing_all) for scenario in cast]
         if at := coupled_at_real_sizes(optimizer, names, construction=construction):
-            raise Dependent(f"the update of {at} depends on other parameters, of the sizes that they have")
+            raise Dependent(f"the update of {at} depends on other parameters at their real sizes")
     except (NotConstructible, Dependent) as problem:
         hint = f"{refused.hint}; " if refused.hint else ""
         refusal = UnsupportedOptimizer(
@@ -94,9 +94,9 @@ def rehearse_objects(
     if any(one.draws for one in found):
         warnings.warn(
             DrawsRandomNumbers(
-                f"{plain_class(optimizer).__name__} draws random numbers. Every matrix has generators of its own, "
-                "which its name seeds, so that the number of ranks does not matter; the bits are not those of one "
-                "device."
+                f"{plain_class(optimizer).__name__} draws random numbers. Each matrix has its own generators, "
+                "seeded by its name: results do not depend on the number of ranks, but they do not have the bits of "
+                "one device."
             ),
             stacklevel=2,
         )
@@ -148,12 +148,12 @@ def rehearse_one(
     again = by_objects(optimizer, recipe, one, moving, restored_at=one.steps // 2)
     if places := difference(plain, again):
         problem = f"{some(places)} differs" if again.error is None else first_line(again.error)
-        raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
+        raise Dependent(f"what it keeps cannot be saved and restored: {problem}")
     places = unseen(plain, again, one.params)
     if changes := [place for place in places if is_option(place, plain.first)]:
-        raise Dependent(f"its step leaves values of the last parameter at {some(changes)}, for all to see")
+        raise Dependent(f"its step leaves values of the last parameter in {some(changes)}, where other code reads them")
     if places and showing_all:
-        raise Unshown(f"its step leaves values of the last parameter at {some(places)}, for all to see")
+        raise Unshown(f"its step leaves values of the last parameter in {some(places)}, where other code reads them")
     return replace(found.habits(scenario), counters=frozenset(), recipe=recipe)
 
 
@@ -174,7 +174,7 @@ def by_one_object(optimizer: Optimizer, construction: Construction, scenario: Sc
     if found.outside:
         raise Dependent(f"it changes {some(found.outside)}, outside of the optimizer")
     if drawing[0].muted.from_its_own:
-        raise Dependent("it draws from a random generator of its own, for one parameter after the other")
+        raise Dependent("it draws from its own random generator, one parameter after the other")
     if found.error is not None and not found.after:
         raise Dependent(f"its step fails on small parameters: {first_line(found.error)}{blamed(found.error)}")
     if any(value is not None for value in found.returned):
@@ -189,7 +189,7 @@ def by_objects(
 
     Args:
         moving: gets the patterns of the paths at which objects have numbers that change.
-        restored_at: the step before which every object is replaced by one that is made anew and gets what it kept.
+        restored_at: the step before which every object is replaced by a new one that gets what it kept.
     """
     stepping = OwnObjects(recipe, device_of(optimizer), atoms_of(optimizer), restored_at)
     try:
@@ -241,7 +241,7 @@ def shared_in(found: Compared, recipe: Recipe) -> frozenset[str]:
         for place, value in all_of_them.items():
             kept = attribute_of(place) in recipe.attributes and value != plain.first.get(place)
             if kept and is_value(value) and value not in anywhere:
-                raise Dependent(f"it changes {place}, which belongs to no parameter")
+                raise Dependent(f"it changes {place}, which does not belong to any parameter")
     last = {place: v for place, v in plain.after[-1].items() if attribute_of(place) in recipe.attributes}
     held = held_in(cells.after[-1])
     objects = max(map(len, held.values()), default=0)
@@ -252,10 +252,10 @@ def shared_in(found: Compared, recipe: Recipe) -> frozenset[str]:
             continue
         if place in for_all:
             if place not in plain.first and held.get(place) == [value] * objects and in_a_list(place):
-                raise Dependent(f"it adds {place}, which belongs to no parameter")
+                raise Dependent(f"it adds {place}, which does not belong to any parameter")
             if held.get(place) == [value] * objects:
                 if place not in plain.first and not is_held(place, plain.first, last):
-                    raise Dependent(f"it makes what holds {place} in its step")
+                    raise Dependent(f"its step creates the container that holds {place}")
                 shared.add(path_of(place))
     return frozenset(shared)
 

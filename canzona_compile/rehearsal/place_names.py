@@ -45,7 +45,7 @@ def once_for_all(first: Contents, last: Contents, held: dict[str, list[Any]], pa
 
 
 def in_a_map_of_parameters(place: str, last: Contents, held: dict[str, list[Any]]) -> bool:
-    """Tell whether a place lies in a container that has an entry per parameter, whose keys may look alike.
+    """Tell whether a place lies in a container that has an entry per parameter, whose keys may look the same.
 
     Args:
         place: the place.

@@ -196,7 +196,7 @@ def check_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool =
     """
     if at := coupled_at_real_sizes(optimizer, names, stateful):
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__} couples parameters of the sizes that they have: the update of one "
+            f"{plain_class(optimizer).__name__} couples parameters at their real sizes: the update of one "
             "depends on others",
             at=at,
             hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
@@ -271,9 +271,9 @@ def step_miniature(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | Non
         take_steps(small, cast, apart, found)
         if apart is None and (places := outside.changed()):
             raise UnsupportedOptimizer(
-                f"{plain_class(cast.optimizer).__name__}.step changes {some(places)}, outside of the optimizer, at the "
-                "sizes that parameters have",
-                hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
+                f"{plain_class(cast.optimizer).__name__}.step changes {some(places)}, outside of the optimizer, with "
+                "parameters of the real sizes",
+                hint="keep per-parameter data in self.state[param], and counters in attributes of the optimizer",
             )
 
 

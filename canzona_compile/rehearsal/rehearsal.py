@@ -1,6 +1,6 @@
 """Rehearse an optimizer in miniature: step all parameters together, then in cells as plans do, and compare the bits.
 
-What a step reads and writes beside its parameter, gradient, state and group shows as a difference, whatever it is.
+What a step reads and writes other than its parameter, gradient, state and group shows as a difference, whatever it is.
 Where one matrix on a twin does not give the plain optimizer's bits, objects of their own are tried, and then all
 parameters at once, see `Ways`.
 """
@@ -50,7 +50,7 @@ class Rehearsal:
         asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
         asks_layout: what it asks about the layout of gradients in memory, see `LayoutQuestions`.
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
-        rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
+        rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds differently from one by one.
         draws: whether a step draws random numbers.
         skipped: why the optimizer cannot be rehearsed; empty if it was.
         resident: why it runs as residents, one object per matrix; empty if it does not.
@@ -180,15 +180,15 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     try:
         found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
     except CannotBegin as first:
-        # The state was made in the constructor, or the step cannot make it anew.
+        # The state was made in the constructor, or the step cannot make it again.
         cast = [replace(scenario, stateful=True) for scenario in cast]
         found = rehearse_stateful(optimizer, cast, names, first)
     check_real_sizes(optimizer, names, stateful=cast[0].stateful)
     if any(one.rounds_in_foreach for one in found):
         warnings.warn(
             RoundsOtherwise(
-                f"{plain_class(optimizer).__name__} with foreach stacks equal shapes, which rounds otherwise than "
-                "one by one; results have the bits of foreach=False."
+                f"{plain_class(optimizer).__name__} with foreach=True stacks matrices of equal shape, which rounds "
+                "differently from updating them one by one. Results will have the bits of foreach=False."
             ),
             stacklevel=2,
         )
@@ -209,9 +209,9 @@ def rehearse_stateful(
         return [rehearse_one(optimizer, scenario, names) for scenario in cast]
     except CannotBegin as problem:
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step fails on parameters that are none of the model's, so that nothing "
-            f"shows whether it updates them independently{tensors_kept(optimizer)}: {problem}",
-            hint="make the state in step() and for parameters of any size; pass no closure that step() needs",
+            f"{plain_class(optimizer).__name__}.step fails on small test parameters, so canzona_compile cannot "
+            f"check that it updates each parameter independently{tensors_kept(optimizer)}: {problem}",
+            hint="create state in step(), for parameters of any size, and do not require a closure",
         ) from None
 
 
@@ -239,7 +239,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
 
     Raises:
         CannotBegin: the plain optimizer's first step fails.
-        UnsupportedOptimizer: parameters stepped apart do not give what they give together.
+        UnsupportedOptimizer: parameters stepped separately do not give what they give together.
     """
 
     def plainly(one: Scenario) -> RehearsedSteps:
@@ -249,7 +249,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
         if found.uses_cache:
             raise UnsupportedOptimizer(
                 f"{plain_class(optimizer).__name__}.step {found.uses_cache}",
-                hint="make such things in the step, or keep them in self.state[param]",
+                hint="compute it in the step, or keep it in self.state[param]",
             )
         return found
 
@@ -277,23 +277,23 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     if found.outside:
         raise UnsupportedOptimizer(
             f"{kind}.step changes {some(found.outside)}, outside of the optimizer",
-            hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
+            hint="keep per-parameter data in self.state[param], and counters in attributes of the optimizer",
         )
     if places := texts_written(found):
         raise UnsupportedOptimizer(
-            f"{kind}.step writes to {some(places)}, and ranks would write other texts",
-            hint="write logs in a hook of the step (register_step_post_hook)",
+            f"{kind}.step writes text to {some(places)}, which would differ between ranks",
+            hint="write logs in a hook: optimizer.register_step_post_hook(hook)",
         )
     if any(value is not None for value in found.returned):  # plans step parameters apart
         raise UnsupportedOptimizer(
-            f"{kind}.step returns a value without a closure, which would be lost",
-            hint="keep the value elsewhere, or return None",
+            f"{kind}.step returns a value when called without a closure, and this value would be lost",
+            hint="store the value in an attribute, and return None",
         )
     params = (p for group in optimizer.param_groups for p in group["params"])
     if ADDRESS in found.asks_layout and any(isinstance(p, DTensor) for p in params):
         raise UnsupportedOptimizer(
-            f"{kind}.step asks for the address of its parameter (data_ptr), and DTensors have none",
-            hint="tell parameters apart by attributes of theirs, by group, or by self.state[param]",
+            f"{kind}.step calls data_ptr() of its parameter, but DTensors have no address",
+            hint="distinguish parameters by their attributes, their group, or self.state[param]",
         )
     return found
 

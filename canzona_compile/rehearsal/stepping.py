@@ -27,11 +27,11 @@ from canzona_compile.replica.twin import plain_attributes
 
 
 class VisibleContext(enum.Enum):
-    """What a step sees beside a copy of its parameter, as the reason for a refusal."""
+    """What a step sees other than a copy of its parameter, as the reason for a refusal."""
 
     NONE = "steps one parameter as all"
     ITSELF = "asks which object its parameter is, for its address, or for its strides"
-    ATTRIBUTES = "reads attributes of its parameter that are no numbers and no texts"
+    ATTRIBUTES = "reads attributes of its parameter that are neither numbers nor strings"
     GROUP = "reads the position of a parameter in its group, or the number of parameters of the group"
     ALL_GROUPS = "reads the hyperparameters or the number of other parameter groups"
 
@@ -43,7 +43,7 @@ class OneByOne(Plainly):
         counters: whether the optimizer counts outside of the state of parameters.
         in_order: whether parameters step in their order, as random numbers come in it. Otherwise the last one is the
             first, so that what one step leaves to the next shows.
-        company: what a step sees beside its parameter.
+        company: what a step sees other than its parameter.
     """
 
     asks: ClassVar[bool] = False
@@ -146,7 +146,7 @@ class OwnObjects(Plainly):
         recipe: how to make them.
         device: that of the parameters.
         atoms: the attributes of the real optimizer that are plain values.
-        restored_at: the step before which every object is replaced by one that is made anew and gets what it kept.
+        restored_at: the step before which every object is replaced by a new one that gets what it kept.
 
     Attributes:
         moving: the patterns of the paths at which objects have numbers that change.

@@ -139,9 +139,9 @@ def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSte
             if scenario.is_odd(number):
                 break
             raise UnsupportedOptimizer(
-                f"{plain_class(small.optimizer).__name__}.step does not end on matrices of a few random elements: it "
+                f"{plain_class(small.optimizer).__name__}.step does not end on small random matrices: it "
                 f"was stopped after {error}",
-                hint="bound its loops by a number of iterations",
+                hint="limit its loops to a number of iterations",
             ) from None
         except Exception as error:  # whatever the optimizer's code raises: the other run has to raise it as well
             found.error = error

@@ -89,10 +89,10 @@ class Ways:
         if rehearsal.resident or not rehearsal.draws:
             return rehearsal if rehearsal.resident else None
         refused = UnsupportedOptimizer(
-            f"{plain_class(self.optimizer).__name__} draws random numbers in what cannot be traced, so that nothing "
-            "shows whether its parameters depend on one another",
+            f"{plain_class(self.optimizer).__name__} draws random numbers in code that cannot be traced, so "
+            "canzona_compile cannot check whether parameters depend on one another",
             at=name,
-            hint="use a variant of it that draws none",
+            hint="use a variant of the optimizer without random numbers",
         )
         self._drawing[manner] = found = self._rehearse_objects(refused, (), showing_all=False)
         return found

@@ -90,7 +90,7 @@ def rehearse_one(
         failed = cells.error if plain.error is None else None
         reason = "" if failed is None else f": {first_line(failed)}{blamed(failed)}"
         raise UnsupportedOptimizer(
-            f"{kind}.step does something else on copies of its parameters{reason}", at=where(places, one, names)
+            f"{kind}.step gives different results on copies of its parameters{reason}", at=where(places, one, names)
         )
     return Compared(one, plain, cells)
 
@@ -105,7 +105,7 @@ def check_held(optimizer: Optimizer) -> None:
     """Raise if an optimizer holds what a step of whole parameters must not meet, or what ranks cannot be shown.
 
     Raises:
-        UnsupportedOptimizer: it holds fragments beside its parameter groups, or random generators.
+        UnsupportedOptimizer: it holds fragments outside of its parameter groups, or random generators.
     """
     kind, own = plain_class(optimizer).__name__, {**own_attributes(optimizer), "state": odd_state(optimizer)}
     finder = Finder(torch.empty(0, device="cpu"))
@@ -113,11 +113,9 @@ def check_held(optimizer: Optimizer) -> None:
         for name, value in own.items():
             finder.look(("self", name), value, lambda _: None)
     except NoPlace as error:
-        raise UnsupportedOptimizer(f"{kind} holds what cannot be told apart: {error}") from error
+        raise UnsupportedOptimizer(f"what {kind} holds cannot be identified: {error}") from error
     if sharded := [path for path, place in finder.found.items() if isinstance(place.value, DTensor)]:
         raise UnsupportedOptimizer(f"{kind} holds DTensors in {some(path.replace('/', '.') for path in sharded)}")
     leaves = [place.value for place in finder.found.values()] + pytree.tree_leaves(own)
     if any(isinstance(leaf, GENERATORS) for leaf in leaves):
-        raise UnsupportedOptimizer(
-            f"{kind} draws from a random generator of its own, which only one rank would advance"
-        )
+        raise UnsupportedOptimizer(f"{kind} draws from its own random generator, which only one rank would advance")

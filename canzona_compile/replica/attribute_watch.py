@@ -80,8 +80,9 @@ class AttributeWatch:
         if resident and self._deep:
             places = some(f"self.{place}" for place in self._deep)
             raise UnsupportedOptimizer(
-                f"{places} changed since the optimizer was made, and the objects of its matrices do not have that",
-                hint="change hyperparameters, or attributes that are numbers or texts",
+                f"{places} changed after the optimizer was built, but the optimizer objects of owner ranks do not "
+                "see it",
+                hint="change only hyperparameters, and attributes that are numbers or strings",
             )
 
     def _look(self, counters: Container[str]) -> Contents:

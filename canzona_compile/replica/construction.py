@@ -1,8 +1,8 @@
-"""Construct an optimizer anew: call its class's own constructor for other parameters, as the user called it.
+"""Construct an optimizer again: call its class's own constructor for other parameters, as the user called it.
 
 What the user passed is not recorded anywhere. It is recovered by name, and then a constructed optimizer is compared
-with the real one: an argument that was kept under another name shows as a difference, and is no guess that goes wrong
-silently.
+with the real one: an argument that was stored under another name shows as a difference, so no wrong guess stays
+unnoticed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class NotConstructible(Exception):
-    """The optimizer cannot be constructed anew; the message says why."""
+    """The optimizer cannot be constructed again; the message says why."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,7 +114,9 @@ class Construction:
             raise NotConstructible(f"{name}'s constructor fails: {first_line(error)}{blamed(error)}") from error
         arranged = [[id(p) for p in group["params"]] for group in made.param_groups]
         if arranged != [[id(p) for p in group["params"]] for group in groups]:
-            raise NotConstructible("its constructor arranges parameters in other groups than they are in")
+            raise NotConstructible(
+                "its constructor makes different parameter groups from those that the optimizer has now"
+            )
         for own, group in zip(made.param_groups, groups, strict=True):
             own.update(hypers(group))
         vars(made).update(self.atoms)
@@ -236,9 +238,9 @@ def check_likeness(
     if places := changed(wanted, found):
         first = places[0]
         raise NotConstructible(
-            f"what its constructor makes of the arguments that can be recovered has other {some(places)}"
-            f" (such as {told(found.get(first))} instead of {told(wanted.get(first))}): an argument is kept under "
-            "another name, or the optimizer was changed since"
+            f"calling its constructor with the recovered arguments gives a different {some(places)}"
+            f" ({told(found.get(first))} instead of {told(wanted.get(first))} for the first): an argument is stored "
+            "under another name, or the optimizer was changed later"
         )
 
 
@@ -251,7 +253,7 @@ def fake_of(param: Tensor) -> nn.Parameter:
 
 
 def contents(optimizer: Optimizer, params: Sequence[Tensor], counting: Container[str]) -> Contents:
-    """Everything that an optimizer holds beside groups and counters, by place, with shapes in place of tensors."""
+    """Everything that an optimizer holds other than groups and counters, by place, with shapes in place of tensors."""
     place = {id(p): i for i, p in enumerate(params)}
 
     def label(value: Any) -> str | None:

@@ -351,8 +351,8 @@ def as_it_is(value: Any) -> Any:
 def refused(value: Any) -> Any:
     """Refuse a generator."""
     raise UnsupportedOptimizer(
-        f"the optimizer holds a generator, {value!r}, which every step of one parameter would advance",
-        hint="compute what it yields from a counter in self.state[param] or in the group",
+        f"the optimizer holds a Python generator, {value!r}, and the update of each parameter would advance it",
+        hint="compute its values from a counter in self.state[param] or in the parameter group",
     )
 
 

@@ -29,7 +29,7 @@ class Counter(NamedTuple):
 
     Attributes:
         home: "group" for a parameter group, "self" for the attributes of the optimizer, "state" for keys of
-            `optimizer.state` that are no parameters.
+            `optimizer.state` that are not parameters.
         key: the key there, as text.
     """
 
@@ -61,8 +61,8 @@ def step_alone(twin: Optimizer) -> Counts:
     numbers = counts_of(twin)
     if others := [name for name in changed if name not in numbers]:
         raise UnsupportedOptimizer(
-            f"{plain_class(twin).__name__}.step changes {' and '.join(map(str, others))}, which belong to no parameter",
-            hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
+            f"{plain_class(twin).__name__}.step changes {' and '.join(map(str, others))}, outside of self.state[param]",
+            hint="keep statistics in self.state[param]; elsewhere only plain numbers may change",
         )
     return {name: numbers[name] for name in changed}
 
@@ -97,7 +97,7 @@ def around(optimizer: Optimizer) -> list[tuple[Home, Mapping[str, Any]]]:
     """List what an optimizer holds outside of the state of parameters.
 
     Returns:
-        Its attributes, the entries of its state whose keys are no parameters, and then each parameter group.
+        Its attributes, the entries of its state whose keys are not parameters, and then each parameter group.
     """
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
     groups: list[tuple[Home, Mapping[str, Any]]] = [("group", hypers(group)) for group in optimizer.param_groups]

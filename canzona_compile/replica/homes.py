@@ -17,7 +17,7 @@ HOOKS = {
     f"_optimizer_{hook}_hooks"
     for hook in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre")
 } | {"_optimizer_load_state_dict_post_hooks"}
-# Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
+# Attributes of an optimizer that copies do not share: they are made again, or belong to the call of the real step.
 NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
 # Attributes that torch sets by itself while training.
 TORCH_S_OWN = {"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile"}
@@ -34,7 +34,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def odd_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """The entries of an optimizer's state whose keys are no parameters."""
+    """The entries of an optimizer's state whose keys are not parameters."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
@@ -67,5 +67,5 @@ def advice(holder: object) -> str:
         return ""
     places = some([f"self.{name}" for name in inner])
     if sum(map(len, inner.values())) == 1:
-        return f"{type(holder).__name__} holds another optimizer: wrap that one, {places}, before it is given"
-    return f"{type(holder).__name__} holds other optimizers: wrap each of those, {places}, before they are given"
+        return f"{type(holder).__name__} holds another optimizer: wrap that one, {places}, before you pass it in"
+    return f"{type(holder).__name__} holds other optimizers: wrap each of them, {places}, before you pass them in"

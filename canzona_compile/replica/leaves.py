@@ -31,7 +31,7 @@ def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def python_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a state that are no tensors, such as counters, by name."""
+    """Return the leaves of a state that are not tensors, such as counters, by name."""
     return {name: v for name, v in state_leaves(state) if not isinstance(v, Tensor)}
 
 

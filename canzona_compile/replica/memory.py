@@ -20,7 +20,7 @@ def memory_of(*values: Any) -> set[StorageWeakRef]:
     """Name the memory of tensors on this rank, without keeping it. Views of one tensor have the same.
 
     No other memory gets an equal name while this one is held, not even after the memory is freed. What has no memory of
-    its own has no name: sparse tensors, classes that are made of other tensors, values that are no tensors.
+    its own has no name: sparse tensors, classes that are made of other tensors, values that are not tensors.
     """
     tensors = [local_part(value) for value in values if isinstance(value, Tensor)]
     own = [t for t in tensors if t.layout is torch.strided and not inner_tensors(t)]

@@ -75,7 +75,7 @@ def places(
         The places by path. A path has slashes, as some keys of states with dots mean pieces of fused parameters.
 
     Raises:
-        NoPlace: two paths are spelled alike.
+        NoPlace: two paths have the same spelling.
     """
     finder = Finder(param)
     finder.look_at_attributes(optimizer, attributes)
@@ -220,7 +220,7 @@ def saved(found: Mapping[str, KeptPlace], texts_before: Mapping[str, Any]) -> di
 
     Args:
         found: its places.
-        texts_before: the texts that the code makes anew by itself; only others are saved.
+        texts_before: the texts that the code makes again by itself; only others are saved.
     """
     leaves = {path: plain(p.value) for path, p in found.items() if not isinstance(p.value, TEXTS)}
     texts = {path: text for path, text in texts_of(found).items() if texts_before.get(path, 0) != text}
@@ -249,7 +249,7 @@ def plain(value: Any) -> Any:
         version, words, _ = value.getstate()
         return torch.tensor(
             [version, *words], dtype=torch.int64, device="cpu"
-        )  # a second Gaussian that waits is drawn anew
+        )  # a second Gaussian that waits is drawn again
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -289,12 +289,12 @@ def put_back(found: Mapping[str, KeptPlace], leaves: Mapping[str, Any]) -> None:
     notes = read_notes(leaves[NOTES])
     texts: dict[str, Any] = notes["texts"]
     if missing := lacking(found, leaves):
-        raise NoPlace(f"{missing[0]} has no place")
+        raise NoPlace(f"{missing[0]} is saved but does not exist in the optimizer")
     if len(leaves) - 1 != notes["leaves"]:
-        raise NoPlace(f"there are {len(leaves) - 1} leaves of {notes['leaves']}")
+        raise NoPlace(f"the checkpoint has {len(leaves) - 1} of {notes['leaves']} saved values")
     for name, shape in shapes_in(leaves).items():
         if notes["shapes"].get(name) != shape:
-            raise NoPlace(f"{name} has the shape {shape} and was saved with {notes['shapes'].get(name)}")
+            raise NoPlace(f"{name} has shape {shape}, but was saved with shape {notes['shapes'].get(name)}")
     wanted = {**{k: v for k, v in leaves.items() if k != NOTES}, **texts}
     known = {path for path, place in found.items() if not isinstance(place.value, TEXTS)}
     if extra := sorted(known - wanted.keys()):

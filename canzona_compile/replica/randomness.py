@@ -55,12 +55,12 @@ def seeded(device: torch.device) -> Iterator[Dice]:
 
 
 def devices_of(device: torch.device) -> list[torch.device]:
-    """The devices beside the CPU whose generators code for a device draws from."""
+    """The devices other than the CPU whose generators code for a device draws from."""
     return [device] if device.type == "cuda" else []
 
 
 def devices_among(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """The devices beside the CPU whose generators code for these tensors draws from, and no other GPU of the host."""
+    """The non-CPU devices whose generators code for these tensors draws from, and no other GPU of the host."""
     return [device for kind in dict.fromkeys(t.device for t in tensors) for device in devices_of(kind)]
 
 

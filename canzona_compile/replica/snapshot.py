@@ -282,7 +282,7 @@ def bits_of(tensor: Tensor) -> tuple[Any, ...]:
 def inner_tensors(tensor: Tensor) -> list[str]:
     """The attributes with the tensors that a tensor is made of, such as codes and scales of low-bit state.
 
-    What it tells about them beside, its code makes anew. Classes of this kind seldom have operators to be copied.
+    Its other metadata is made again by its code. Classes of this kind seldom have operators to be copied.
     """
     if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return []

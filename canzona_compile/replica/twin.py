@@ -24,18 +24,20 @@ def check_step_signature(kind: type[Optimizer]) -> None:
     """Refuse wrappers of others, finalizers, and steps that cannot be called once without arguments."""
     if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
         raise UnsupportedOptimizer(
-            f"{kind.__name__} passes its parameters on to another optimizer",
-            hint="wrap the optimizer inside it",
+            f"{kind.__name__} is a wrapper around another optimizer",
+            hint="call wrap on the optimizer inside it",
         )
     if hasattr(kind, "__del__"):
         raise UnsupportedOptimizer(
-            f"{kind.__name__} has a finalizer, __del__, which would run for every copy that its step is tried on",
-            hint="free what it frees in a method of its own, or with weakref.finalize in an object that it holds",
+            f"{kind.__name__} has a finalizer, __del__, which would also run for the copies that canzona_compile makes",
+            hint="move __del__ to a method such as close(), or use weakref.finalize in an object that the optimizer "
+            "holds",
         )
     if required := required_arguments(kind):
         raise UnsupportedOptimizer(
-            f"{kind.__name__}.step requires {', '.join(required)}: it evaluates the model several times per step",
-            hint="such optimizers (LBFGS) cannot be split by parameter; use them unwrapped",
+            f"{kind.__name__}.step requires {', '.join(required)}, because it evaluates the model several times per "
+            "step",
+            hint="use the optimizer unwrapped; optimizers like LBFGS cannot be split by parameter",
         )
 
 
@@ -118,9 +120,9 @@ def step_plainly(twin: Optimizer, **arguments: Any) -> Any:
 def as_written() -> Iterator[None]:
     """Inside this context, for trials of an optimizer's code, what users compiled in it runs as they wrote it.
 
-    Compiled code remembers its calls: once a number differed from call to call, it is no constant of that code any
-    more, and the next compile of it rounds otherwise. A rehearsal, which changes all numbers, must not do that to the
-    real step.
+    Compiled code remembers its calls: once a number differed between calls, it is no longer a constant of that code,
+    and the next compile of it rounds differently. A rehearsal, which changes all numbers, must not do that to the real
+    step.
     """
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -60,7 +60,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(Figures, Printable):
-    """A plan in figures: print it, also with rich or in a notebook, or hand on its `to_json()`."""
+    """The figures of a plan. Print it, show it in a notebook, or save its `to_json()`."""
 
     def to_json(self) -> str:
         """Return all figures as JSON, with the number of the schema; times in seconds, sizes in bytes."""

@@ -57,7 +57,7 @@ class ExplainedParameter:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Printable):
-    """How each parameter of an optimizer is updated; print it: parameters of one shape and treatment share a row.
+    """How each parameter of an optimizer is updated. Printed, parameters with equal shape and treatment share a row.
 
     Attributes:
         optimizer: the name of its class.

@@ -36,8 +36,8 @@ from canzona_compile.runtime.waiter import Waiter
 
 Ranks = tuple[int, ...]
 ROLL_CALL = timedelta(seconds=3)  # how long ranks have to answer after a collective failed; they listen every second
-ENDED = "see what the ranks wrote that do not answer: they ended, or hang. Start all ranks again from a checkpoint"
-AGAIN = "start all ranks again from a checkpoint, or at least their process groups"
+ENDED = "look at the output of the ranks that do not answer: they ended or hang. Restart all ranks from a checkpoint"
+AGAIN = "restart all ranks from a checkpoint, or at least recreate their process groups"
 
 
 class Notice(NamedTuple):
@@ -108,7 +108,7 @@ class Announcement:
         if len({entry.doing for entry in found.values()}) > 1:
             said = "; ".join(f"rank {rank}: {entry.doing}" for rank, entry in found.items())
             self._error = RankMismatch(
-                f"ranks do different things, and nothing was changed ({said})",
+                f"ranks made different calls, and nothing was changed ({said})",
                 hint="make the same calls on all ranks, in the same order, for the same optimizers and models",
             )
 
@@ -149,7 +149,7 @@ class Channel:
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
         self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
-        # All ranks have made equally many channels, also if torch's process groups began anew on the same store.
+        # All ranks have made equally many channels, also if torch's process groups began again on the same store.
         base = PrefixStore(f"canzona/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
         made = (base.add("made", 1) - 1) // len(ranks)
         self.store = PrefixStore(str(made), base)
@@ -242,7 +242,7 @@ class Channel:
         """
         if self.broken:
             raise CanzonaError(
-                f"an earlier step failed on its way, so ranks may hold parameters of different steps: {self.broken}",
+                f"an earlier step failed midway, so ranks may hold parameters of different steps: {self.broken}",
                 hint=AGAIN,
             )
 
@@ -298,7 +298,9 @@ class Channel:
         try:
             text = self._heard()
         except RuntimeError as error:
-            text = str(CanzonaError(f"the store of these ranks is gone, and with it the rank that hosts it: {error}"))
+            text = str(
+                CanzonaError(f"cannot reach the store of the process group; the rank that hosts it has ended: {error}")
+            )
         if text:
             failure = RankMismatch(text)
             self.broken = self.broken or failure.problem.splitlines()[0]

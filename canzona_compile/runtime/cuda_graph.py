@@ -13,7 +13,7 @@ look the same, and a few times at most. If that is not enough, or if something c
 call by call. `Replay.how` says why.
 
 What is recorded are the stretches between collectives (`stretches`), one CUDA graph each. Collectives and events are
-made anew on every step. A collective must not be recorded: NCCL registers the buffers of recorded sends and receives
+made again on every step. A collective must not be recorded: NCCL registers the buffers of recorded sends and receives
 with its peers, which then have to replay the same recording, but each rank decides by its own addresses whether it
 replays (`NCCL_GRAPH_REGISTER`; NCCL#2389). Nor does NCCL shut down while a recording holds a collective
 (pytorch#115388), or its watchdog see one that hangs.

@@ -88,7 +88,7 @@ def difference(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]
         found: the digests of each rank by name.
 
     Returns:
-        The error that names it; None if all copies are equal. A gradient that only some ranks have is no difference:
+        The error that names it; None if all copies are equal. A gradient that only some ranks have is not a difference:
         that is found where ranks compare what they have.
     """
     for kind in Digest._fields:
@@ -106,12 +106,16 @@ def difference(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]
 def unequal(name: str, kind: str, first: int, other: int) -> RankMismatch:
     """Make the error of two ranks with unequal copies."""
     what, hint = (
-        ("the parameter", "send the parameters of one rank to all (broadcast), or load the same checkpoint")
+        ("the parameter", "broadcast the parameters from one rank, or load the same checkpoint on all ranks")
         if kind == "param"
-        else ("the gradient", "average gradients over the ranks before step(): DistributedDataParallel or all_reduce")
+        else (
+            "the gradient",
+            "average gradients over the ranks before step(), with DistributedDataParallel or all_reduce",
+        )
     )
     return RankMismatch(
-        f"{what} differs between rank {first} and rank {other}, which must hold equal copies; nothing was updated",
+        f"{what} differs between rank {first} and rank {other}, but replicate= needs identical copies; nothing was "
+        "updated",
         at=name,
         hint=hint,
     )

@@ -132,7 +132,7 @@ class Executor:
         """Look up the program's arguments for this step.
 
         Returns:
-            One entry per input. The list is the executor's own and is written anew on each call.
+            One entry per input. The list is the executor's own and is rewritten on each call.
         """
         for i, lookup in self._lookups:
             self._arguments[i] = lookup()

@@ -41,8 +41,8 @@ def keep_launch_order(groups: Iterable[dist.ProcessGroup], device: torch.device,
     elif certain:
         warnings.warn(
             MayHang(
-                "this model needs two communicators of NCCL at a time, and NCCL does not keep their order, so that "
-                f"ranks may wait for one another for ever. Set {VARIABLE}=1 before the job starts, or in Python "
+                "this model uses two NCCL communicators at once, and NCCL does not keep their order, so "
+                f"ranks may hang. Set {VARIABLE}=1 before the job starts, or in Python "
                 "before the first collective."
             ),
             stacklevel=2,

@@ -86,7 +86,7 @@ class Meeting:
             if len(set(found.values())) > 1:
                 said = "; ".join(f"rank {r}: {text.splitlines()[0]}" for r, text in found.items())
                 raise RankMismatch(
-                    f"ranks met for different calls, or hold different state ({said})",
+                    f"ranks made different calls, or their state differs ({said})",
                     hint="make the same calls on all ranks, in the same order",
                 )
             return
@@ -178,5 +178,7 @@ def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], 
         for meeting, _ in waiting:
             meeting.withdraw()
         if isinstance(error, RuntimeError) and not isinstance(error, CanzonaError):
-            raise CanzonaError(f"ranks cannot meet, because their store is gone: {error}") from error
+            raise CanzonaError(
+                f"ranks cannot synchronize, because the store of the process group is gone: {error}"
+            ) from error
         raise

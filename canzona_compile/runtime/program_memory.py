@@ -47,7 +47,7 @@ NUMBER = 0.5  # stands for every hyperparameter; sizes do not depend on them
 
 @dataclass(frozen=True, slots=True)
 class ProgramMemory:
-    """The bytes that a program needs on its rank beside parameters, gradients, state and buffers.
+    """The bytes that a program needs on its rank in addition to parameters, gradients, state and buffers.
 
     Attributes:
         values: the most bytes of computed values that are alive at one time while it runs call by call. It gives them

@@ -22,11 +22,11 @@ from canzona_compile.runtime.meeting import Meeting
 # What ranks may disagree about: the problem that a difference means, and what to do about it.
 MISSING_GRADIENTS = (
     "gradients are missing on some ranks only",
-    "give every rank the gradient (zeros count) or none (grad=None on all ranks skips the parameter)",
+    'pass missing_grads="zero", or set the gradient on all ranks (zeros count) or on none',
 )
 CHANGED_APART = (
-    "ranks found different changes before this step",
-    "change hyperparameters, state, parameters and parameter groups alike on all ranks",
+    "different things changed on ranks before this step",
+    "change hyperparameters, state, parameters and parameter groups in the same way on all ranks",
 )
 
 
@@ -87,7 +87,8 @@ class StoreAgreement:
         texts = [own for own, _ in told]
         raise RankMismatch(
             "ranks made different plans; " + first_difference(self.ranks, texts),
-            hint="build the optimizer from the same parameters, in the same order, with the same options on every rank",
+            hint="on every rank, build the optimizer from the same parameters, in the same order, with the same "
+            "options",
         )
 
     def compare(self, change: str, numbers: str, error: CanzonaError | None) -> CanzonaError | None:
@@ -116,7 +117,7 @@ class StoreAgreement:
         if len({change for change, _ in found.values()}) > 1:
             return self._disagreement({rank: change for rank, (change, _) in found.items()})
         return RankMismatch(
-            "the numbers that this step reads differ between ranks, and nothing was updated; "
+            "hyperparameters or other numbers of the step differ between ranks, and nothing was updated; "
             + first_difference(self.ranks, [own for _, own in found.values()]),
             hint="set hyperparameters, state and attributes of the optimizer to the same values on all ranks, and call "
             "measure() on all of them",

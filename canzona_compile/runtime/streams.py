@@ -45,7 +45,7 @@ class InOrder:
 
 
 class CudaStreams:
-    """CUDA streams and events of one program. Each event is created once and recorded anew on every run.
+    """CUDA streams and events of one program. Each event is created once and recorded again on every run.
 
     Args:
         wanted: the names of the streams and the number of events that the program uses.

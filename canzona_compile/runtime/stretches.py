@@ -1,7 +1,7 @@
 """Cut a rank program into stretches that can be recorded, and the calls between them.
 
 A stretch is a run of calls on one stream. Between stretches stand the calls that connect streams and ranks: changes of
-the stream, events, starts and ends of collectives. These are made anew on every step, so each rank may decide by
+the stream, events, starts and ends of collectives. These are made again on every step, so each rank may decide by
 itself whether it replays its stretches or runs them call by call: its peers see the same collectives in the same
 order, and NCCL never waits for one that was recorded on one rank only.
 """
@@ -17,7 +17,7 @@ from torch import fx
 from canzona_compile.ir import program_ops
 from canzona_compile.lowering.stream_sync import CALLER, LOOKS
 
-# What is called anew on every step.
+# What is called again on every step.
 CONNECTING = (
     program_ops.start_all_to_all,
     program_ops.start_meeting,

@@ -16,8 +16,8 @@ from canzona_compile.runtime.process_groups import over_gloo
 
 PATIENCE = timedelta(seconds=1)
 LEFT_THE_STEP = (
-    "a peer died, or does not call step(): see what the other ranks wrote. What belongs to this micro-group was not "
-    "updated, so load a checkpoint to go on"
+    "look at the output of the other ranks: one died or did not call step(). This step updated only some parameters, "
+    "so restart from a checkpoint"
 )
 
 

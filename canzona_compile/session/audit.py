@@ -62,7 +62,7 @@ class Audit:
             return []
         if not any(
             bound.kind.recipe or bound.kind.coupled for bound in self.plan.bound.values()
-        ):  # rehearsed otherwise
+        ):  # rehearsed differently
             rehearse_as_now(self.optimizer, self._states())
         turn = self._steps // self.every
         kinds: dict[int, list[str]] = {}
@@ -125,6 +125,6 @@ class Audit:
                 f"audit: after this step {int((~same).sum())} of {same.numel()} elements differ from the plain "
                 f"optimizer's, by {float(off):.3g} at most",
                 at=one.task.name,
-                hint="its step reads something that the rehearsal did not meet: please report it; go back "
+                hint="its step depends on something that canzona_compile did not detect. Please report it, go back "
                 "to a checkpoint and train with the plain optimizer",
             )

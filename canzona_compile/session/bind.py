@@ -131,7 +131,8 @@ class Binder:
         """
         if param.is_complex():
             raise UnsupportedOptimizer(
-                "complex parameters are not supported", hint="hold real and imaginary part apart"
+                "complex parameters are not supported",
+                hint="use two real parameters for the real and the imaginary part",
             )
         if name in self._known.refused:
             raise self._known.refused[name]
@@ -224,7 +225,7 @@ class Binder:
         ]
 
     def bind_whole(self, index: int, own: Described) -> BoundParam:
-        """Bind a parameter, or a slice of one, that is no fused parameter to its optimizer.
+        """Bind a parameter, or a slice of one, that is not a fused parameter to its optimizer.
 
         Args:
             index: the index of its task.
@@ -302,7 +303,7 @@ class Binder:
         return layout, parts[layout.shape[0]]
 
     def _captured(self, own: Described) -> ParamKind:
-        """Find the kind of a parameter: without state once for all that are alike, as all take the same step then."""
+        """Find the kind of a parameter: without state once for all that are equal, as all take the same step then."""
         key = (own.group, own.spec)
         known = None if own.state else self._kinds.get(key)
         if known is None or all(known is not kind for kind in self.capture.kinds.values()):

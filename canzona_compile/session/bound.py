@@ -85,14 +85,14 @@ class Described:
 
     @property
     def fused(self) -> PiecesView | None:
-        """Shows its pieces; None if it is no fused parameter."""
+        """Shows its pieces; None if it is not a fused parameter."""
         return next((piece.division for piece in self.pieces), None)
 
     def shown_by(self, view: PiecesView) -> tuple[Described, ...]:
         """Describe the pieces of it that a view shows.
 
         Raises:
-            UnsupportedLayout: a fragment holds rows of a piece that are no neighbours in it.
+            UnsupportedLayout: a fragment holds rows of a piece that are not consecutive in it.
         """
         found = []
         for part, param in zip(view.shown, view.params, strict=True):

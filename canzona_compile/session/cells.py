@@ -76,7 +76,7 @@ class Cells:
         own = self.plan.owned.task(task)
         if own.owner is None and own.layout.grid.size > 1:
             raise UnsupportedOptimizer(
-                f"{self._kind} draws random numbers, and every rank computes this matrix: their copies would differ",
+                f"{self._kind} draws random numbers, and every rank computes this matrix, so their copies would differ",
                 at=task,
                 hint='wrap with strategy="owner"',
             )
@@ -85,7 +85,7 @@ class Cells:
             warnings.warn(
                 DrawsRandomNumbers(
                     f"{self._kind} draws random numbers (first for {task}). They come from the generator of the "
-                    "matrix's owner, so the result is not, bit by bit, that of the plain optimizer on one device."
+                    "matrix's owner, so results do not have the bits of the plain optimizer on one device."
                 ),
                 stacklevel=2,
             )
@@ -106,10 +106,10 @@ class Cells:
         late = [task.name for task, _ in tasks if task.name not in self.store.initialised]
         if needs_gradients and begun and late:
             raise CanzonaError(
-                f"{self._kind} counts steps for all parameters together, and this one came "
-                "after others had stepped: its own optimizer object would begin at zero",
+                f"{self._kind} keeps one step counter for all parameters, and this parameter was "
+                "added after others had stepped, so its counter would start at zero",
                 at=late[0],
-                hint="give all parameters to the optimizer before its first step",
+                hint="add all parameters to the optimizer before its first step",
             )
         for task, bound in tasks:
             if self.store.owns(task):
@@ -147,10 +147,10 @@ class Cells:
             self.optimizer.state[bound.param] = {OWN_OBJECT: made}
         elif state and not same_state(state, made.optimizer.state.get(made.param) or {}):
             raise CanzonaError(
-                "its state is that of a plain optimizer which has stepped; an optimizer object of its own cannot "
-                "take that over",
+                "the plain optimizer has already stepped, and its state cannot be moved to the optimizer objects of "
+                "owner ranks",
                 at=task.name,
-                hint="wrap before the first step, and load checkpoints that the wrapped optimizer saved",
+                hint="call wrap before the first step, and load only checkpoints that the wrapped optimizer saved",
             )
         return made
 
@@ -163,7 +163,9 @@ class Cells:
         try:
             return OwnObject(recipe, task.name, spec, self.optimizer.param_groups[g], began)
         except NotConstructible as error:
-            raise CanzonaError(f"its optimizer object cannot be made: {error}", at=task.name) from error
+            raise CanzonaError(
+                f"the optimizer object for this parameter cannot be constructed: {error}", at=task.name
+            ) from error
 
     def _step_object(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
         bound = self.plan.bound[task]
@@ -201,7 +203,7 @@ class Cells:
         with watched(next(iter(brought.values())).device) as dice:
             left = step_all(self.optimizer, by_group, state)
         if dice.drew_random:
-            raise UnsupportedOptimizer(f"{self._kind} draws random numbers by now")
+            raise UnsupportedOptimizer(f"{self._kind} did not draw random numbers at first, but does now")
         for name, bound in self.plan.bound.items():
             states.pop(bound.param, None)
             if brought[name] in left.state:
@@ -221,7 +223,7 @@ class CoupledStep:
         cells: of the plan, in which one rank owns all tasks.
 
     Raises:
-        UnsupportedOptimizer: a parameter is no whole tensor to the plan.
+        UnsupportedOptimizer: the plan does not hold a parameter whole.
     """
 
     def __init__(self, cells: Cells) -> None:
@@ -291,16 +293,16 @@ def check_whole(bound: Mapping[str, BoundParam]) -> None:
         check_no_fragments(own.origin)
         if own.division is not None or own.stand_in is not None or tuple(own.param.shape) != own.task.shape:
             raise UnsupportedOptimizer(
-                "the optimizer steps all parameters at once, and this is only a part of one to it",
+                "the optimizer steps all parameters at once and needs each one whole, but this one is cut",
                 at=name,
-                hint="wrap without split= and layout=; stacks must not be cut between their matrices",
+                hint="call wrap without split= and layout=, and do not shard a stack between its matrices",
             )
         if not torch.empty_strided(own.task.shape, own.param.stride(), device="meta").is_contiguous():
             raise UnsupportedOptimizer(
-                "the optimizer steps contiguous copies of all parameters at once; this one is not contiguous, so sums "
-                "over it would round otherwise",
+                "the optimizer steps contiguous copies of all parameters at once. This parameter is not contiguous, so "
+                "sums over its copy would round differently",
                 at=name,
-                hint="make the model's parameters contiguous before the optimizer is made",
+                hint="make the parameter contiguous before constructing the optimizer",
             )
 
 

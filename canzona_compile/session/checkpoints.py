@@ -134,7 +134,7 @@ def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
     """Turn lists in parameter groups back into tuples if they were tuples before the load.
 
     Full state dicts of torch.distributed.checkpoint turn tuples into lists, and the optimizer's code would be captured
-    anew for lists.
+    again for lists.
 
     Args:
         optimizer: the optimizer that has just loaded a state dict.
@@ -152,8 +152,8 @@ def check_taken_back(optimizer: Optimizer) -> None:
     """
     if any(isinstance(state, dict) and is_portable(state) for state in optimizer.state.values()):
         raise CanzonaError(
-            f"{plain_class(optimizer).__name__} stepped by one optimizer object per matrix; it keeps on itself what it "
-            "would need to go on, and that cannot be given back",
+            f"{plain_class(optimizer).__name__} ran as one optimizer object per matrix, and what those objects keep "
+            "cannot be merged back into one plain optimizer",
             at="unwrap",
-            hint="go on with the wrapped optimizer, or begin again with the plain one",
+            hint="continue with the wrapped optimizer, or start again with the plain one",
         )

@@ -1,4 +1,4 @@
-"""What ranks that share tasks compare before a step: what changed, and the numbers that it reads beside tensors."""
+"""What ranks that share tasks compare before a step: what changed, and the numbers that the step reads."""
 
 from __future__ import annotations
 

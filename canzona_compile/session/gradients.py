@@ -94,17 +94,17 @@ class StepGradients:
             check_main_gradients({name: b.origin for name, b in bound.items()})
         if habits.needs_gradients and (bare := [name for name in bound if name not in self.found]):
             raise InvalidGradient(
-                f"{plain_class(self.capture.optimizer).__name__}.step changes, or fails at, parameters that have no "
-                "gradient",
+                f"{plain_class(self.capture.optimizer).__name__}.step changes parameters that have no gradient, or "
+                "fails on them",
                 at=some(bare),
-                hint='give every parameter a gradient, or wrap with missing_grads="zero" if zeros are meant',
+                hint='give every parameter a gradient, or call wrap(..., missing_grads="zero") to use zeros',
             )
         if habits.asks_frozen and (frozen := [n for n in self.found if not bound[n].origin.requires_grad]):
             raise InvalidGradient(
-                f"{plain_class(self.capture.optimizer).__name__}.step asks whether a parameter requires a gradient; "
-                "this one does not, and has one",
+                f"{plain_class(self.capture.optimizer).__name__}.step reads requires_grad, and "
+                "this parameter has a gradient although requires_grad is False",
                 at=some(frozen),
-                hint="set its gradient to None",
+                hint="set param.grad = None",
             )
 
     def note_held(self) -> None:

@@ -63,9 +63,9 @@ class HeldState:
                 gone.append(name)
                 continue
             raise CanzonaError(
-                "tensors of its state were replaced or removed, which the plan has taken over",
+                "tensors in its state were replaced or removed, but the plan still uses the old ones",
                 at=name,
-                hint="change their values in place, clear the whole state, or go through load_state_dict",
+                hint="change values in place, clear the whole state of the parameter, or call load_state_dict",
             )
         return gone
 
@@ -149,7 +149,7 @@ class HeldParameters:
             own = local_part(grad)
             if own.numel() and bool(own.flatten()[0].isnan()):
                 raise InvalidGradient(
-                    "the optimizer's step writes gradients, on copies, and this one was not zeroed since",
+                    "the optimizer's step writes to gradients, and this gradient was not zeroed after the last step",
                     at=name,
                     hint="call zero_grad() after every step",
                 )

@@ -23,9 +23,9 @@ from canzona_compile.session.step_driver import StepDriver
 Ranks = tuple[int, ...]
 LAST_STEP = Purpose(
     "the last step of measure()",
-    "because each of them has measured itself alone",
-    "see what the missing ranks wrote: they died, raised an error, or take fewer steps. This step has updated all "
-    "parameters; to measure again, call measure() on all ranks before the same step",
+    "because each rank has measured only itself",
+    "look at the output of the missing rank: it died, raised an error, or takes fewer steps. This step has updated all "
+    "parameters. To measure again, call measure() on all ranks before the same step",
 )
 
 
@@ -148,7 +148,7 @@ class Measuring:
             CanzonaError: `steps` is not positive.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise CanzonaError(f"steps is {steps!r}, not a positive integer", at="measure()", hint="5 steps say enough")
+            raise CanzonaError(f"steps is {steps!r}, not a positive integer", at="measure()", hint="5 steps are enough")
         self.end()
         self.wanted, self.found = steps, None
         self.clock = StepClock(device)
@@ -172,8 +172,8 @@ class Measuring:
     def step(self, session: MeasuredSession) -> bool:
         """Take a step and measure it. After the last one ranks exchange figures, which is a collective.
 
-        The first step does not count, because it makes the plan. A later one that plans anew does: under ZeRO-1 ranks
-        plan anew on steps of their own, and have to measure equally many. An error ends measuring.
+        The first step does not count, because it makes the plan. A later one that plans again does: under ZeRO-1 ranks
+        plan again on steps of their own, and have to measure equally many. An error ends measuring.
 
         Returns:
             Whether there is something new to report.

@@ -42,7 +42,7 @@ def named_params(
         optimizer: the optimizer.
         names: the canonical names that the model gives to the parameters of each group, for groups without
             `param_names`; empty if the model is not known.
-        prefix: begins the names of parameters that nobody named. It tells the optimizers of a chain apart.
+        prefix: starts the names of unnamed parameters. It distinguishes the optimizers of a chain.
 
     Returns:
         For each parameter its name, the index of its parameter group, and the parameter.
@@ -76,7 +76,7 @@ def printable(name: str) -> str:
 
 
 def check_params(named: Named, refused: dict[str, CanzonaError] | None = None) -> None:
-    """Refuse parameters whose steps would train nothing, that are no matrices any more, or whose gradients do not fit.
+    """Refuse parameters whose steps would train nothing, that are no longer matrices, or whose gradients do not fit.
 
     Args:
         named: the parameters of the optimizer.
@@ -104,14 +104,14 @@ def check_usable(name: str, param: Tensor) -> None:
         raise CanzonaError(
             "the parameter is on the meta device, which holds no values",
             at=name,
-            hint="call model.to_empty(device=...), initialize the weights, and make the optimizer from the parameters "
-            "that the model has then",
+            hint="call model.to_empty(device=...), initialize the weights, then build the optimizer from the "
+            "new parameters",
         )
     if is_flattened(param):
         raise UnsupportedLayout(
-            "FSDP1 has flattened the parameter, so a rank no longer knows which matrix its elements are of",
+            "FSDP1 has flattened the parameter, so it is unknown which elements belong to which matrix",
             at=name,
-            hint="shard the model by torch.distributed.fsdp.fully_shard (FSDP2), and make the optimizer after it",
+            hint="shard the model with torch.distributed.fsdp.fully_shard (FSDP2), then build the optimizer",
         )
 
 
@@ -135,10 +135,10 @@ def check_in_use(named: Named) -> None:
     if any(id(param) in held or param.shape not in sharded for _, _, param in named):
         return
     raise CanzonaError(
-        "no parameter has a gradient, and no module has any of them, while modules have DTensors of their shapes: the "
-        "model was sharded after its optimizer was made, so steps would train nothing",
+        "no parameter of the optimizer has a gradient or is still in the model, which now has DTensors of the same "
+        "shapes: the model was sharded after the optimizer was built, so steps would train nothing",
         at=some(name for name, _, _ in named),
-        hint="call fully_shard(model) or parallelize_module(model) first, then make the optimizer from "
+        hint="call fully_shard(model) or parallelize_module(model) first, then build the optimizer from "
         "model.parameters(), and wrap it",
     )
 
@@ -156,9 +156,9 @@ def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
     if any(id(param) in own for model in live(DistributedDataParallel) for param in model.parameters()):
         warnings.warn(
             EveryRankComputes(
-                "The parameters are those of a model under DistributedDataParallel, and every rank computes all of "
-                "their updates. To share the work: canzona_compile.wrap(optimizer, "
-                "replicate=torch.distributed.group.WORLD), or the mesh or process group that DDP was given."
+                "The model is wrapped in DistributedDataParallel, and every rank computes all of "
+                "the updates. To share the work, call canzona_compile.wrap(optimizer, "
+                "replicate=torch.distributed.group.WORLD), or pass the mesh or process group of DDP as replicate=."
             ),
             stacklevel=2,
         )
@@ -190,9 +190,9 @@ def check_disjoint(named: Named) -> None:
     for (_, end, first), (start, _, second) in itertools.pairwise(found):
         if start < end:
             raise UnsupportedOptimizer(
-                f"it shares memory with {first}",
+                f"the parameter shares memory with {first}",
                 at=second,
-                hint="pass one of the two, or one parameter that holds both",
+                hint="pass only one of the two, or one parameter that contains both",
             )
 
 
@@ -217,29 +217,29 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
         raise InvalidGradient(
             f"the gradient is {grad.layout}, not dense",
             at=name,
-            hint="use sparse=False in the embedding, or keep this parameter in another optimizer",
+            hint="build the embedding with sparse=False, or move this parameter to another optimizer",
         )
     if grad.is_complex():
         raise InvalidGradient(
             "the gradient is complex",
             at=name,
-            hint="train real parameters; of complex ones, hold real and imaginary part apart",
+            hint="use real parameters; split a complex one into its real and imaginary part",
         )
     if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
         raise InvalidGradient(
-            f"the gradient is laid out as {getattr(grad, 'placements', 'a plain tensor')}, "
-            f"the parameter as {param.placements}",
+            f"the gradient has placements {getattr(grad, 'placements', 'of a plain tensor')}, "
+            f"but the parameter has {param.placements}",
             at=name,
-            hint="redistribute the gradient to the parameter's placements before step()",
+            hint="call grad.redistribute(placements=param.placements) before step()",
         )
     if local_part(grad).shape != local_part(param).shape:
         raise InvalidGradient(
-            f"the gradient's fragment is {list(local_part(grad).shape)}, the parameter's "
-            f"{list(local_part(param).shape)}",
+            f"the local shard of the gradient is {list(local_part(grad).shape)}, but the shard of the "
+            f"parameter is {list(local_part(param).shape)}",
             at=name,
         )
     if grad.dtype != expected:
-        raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)
+        raise InvalidGradient(f"the gradient is {grad.dtype}, but the plan was made for {expected}", at=name)
 
 
 def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> None:
@@ -255,17 +255,17 @@ def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> No
     """
     if asked and lies_otherwise(local_part(grad), asked):
         raise InvalidGradient(
-            "the optimizer's step asks for the strides of gradients, or whether they are contiguous; this one is not, "
-            "and its owner gets a contiguous copy",
+            "the optimizer's step depends on the strides of gradients. This gradient is not contiguous, "
+            "but its owner receives a contiguous copy",
             at=name,
-            hint="make gradients contiguous before step()",
+            hint="set param.grad = param.grad.contiguous() before step()",
         )
     own = [attribute for attribute in vars(grad) if not attribute.startswith("_")]
     if own:
         raise InvalidGradient(
-            f"the gradient has attributes that a step may read: {some(own)}",
+            f"the gradient has attributes that the owner would not receive: {some(own)}",
             at=name,
-            hint="keep what belongs to a parameter in attributes of the parameter",
+            hint="set these attributes on the parameter instead",
         )
 
 
@@ -277,7 +277,7 @@ def check_main_gradients(params: Mapping[str, Tensor]) -> None:
     """
     if found := [name for name, param in params.items() if isinstance(getattr(param, "main_grad", None), Tensor)]:
         raise InvalidGradient(
-            "no parameter has a gradient; main_grad, which has one, is not read",
+            "no parameter has a gradient. The gradients in param.main_grad are not read",
             at=some(found),
             hint="set param.grad = param.main_grad (in the dtype of the parameter) before step()",
         )

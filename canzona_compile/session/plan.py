@@ -171,9 +171,9 @@ def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
     for b in bound:
         if b.division is not None and owned.find(b.task.name) is None:
             raise UnsupportedOptimizer(
-                "the optimizer's work on this piece is elementwise, on others of its parameter it is not",
+                "the optimizer updates this part of split= elementwise, but other parts of the parameter as matrices",
                 at=b.task.name,
-                hint="split the parameter in pieces that the optimizer treats alike",
+                hint="split the parameter into parts that the optimizer updates in the same way",
             )
 
 

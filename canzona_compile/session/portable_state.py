@@ -49,8 +49,8 @@ def gathering(call: str) -> Purpose:
     """
     return Purpose(
         call,
-        "because some of the state lies on owner ranks",
-        "call it on all ranks; to save on rank 0 alone, call optimizer.canzona.consolidate(to=0) on all ranks before",
+        "because owner ranks hold some of the state",
+        "call it on all ranks; to save on rank 0 only, first call optimizer.canzona.consolidate(to=0) on all ranks",
     )
 
 
@@ -220,8 +220,8 @@ class PortableState:
                 yield
         else:
             raise CanzonaError(
-                f"{purpose} on rank {self.rank}, but the state was consolidated to rank {kept.to}",
-                hint="make this call on that rank alone, or on all ranks without consolidate",
+                f"{purpose} was called on rank {self.rank}, but the state was consolidated to rank {kept.to}",
+                hint="call it on that rank only, or on all ranks without consolidate",
             )
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from canzona_compile.session.plan import emit, lower, taking
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Names, VariantAssignment
 
-MOST_PROGRAMS = 32  # beyond this the least recently used one is dropped, and made anew when needed
+MOST_PROGRAMS = 32  # beyond this the least recently used one is dropped, and rebuilt when needed
 
 
 class ProgramKey(NamedTuple):

@@ -349,7 +349,7 @@ class Session(PortableState):
             CanzonaError: no step was taken yet.
         """
         if self.driver is None or self.driver.last is None:
-            raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
+            raise CanzonaError("there is no plan yet", hint="call step() once; the first step makes the plan")
         return self.driver.last.step, self.driver.last.history
 
     def reported(self) -> Step:
@@ -393,7 +393,7 @@ class Session(PortableState):
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Drop the plan, so that the next step binds and plans anew. `optimizer.state` must be portable already."""
+        """Drop the plan, so that the next step binds and plans again. `optimizer.state` must be portable already."""
         if self.driver is not None:
             self.driver.forget_programs()
         self.driver, self.has_dummy_state, self._consolidated = None, False, None

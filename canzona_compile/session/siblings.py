@@ -114,7 +114,7 @@ class Siblings:
             CanzonaError: no step was taken yet.
         """
         if self._owned is None:
-            raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
+            raise CanzonaError("there is no plan yet", hint="call step() once; the first step makes the plan")
         kinds = [plain_class(session.optimizer).__name__ for session in self.sessions]
         parts = [lower(self._owned, names, options)[0] for names in self._names]
         return in_sequence([replace(part, optimizer=kind) for part, kind in zip(parts, kinds, strict=True)])

@@ -1,4 +1,4 @@
-"""Where optimizer state is kept: fragments beside their parameters, whole tensors on owners, and moves of both.
+"""Where optimizer state is kept: fragments next to their parameters, whole tensors on owners, and moves of both.
 
 `optimizer.state` remains the only place of state. The plan makes some leaves resident: the owner rank holds the whole
 tensor of such a leaf, and the other ranks hold None in its place. *Portable* state is what the unwrapped optimizer
@@ -114,7 +114,7 @@ class StateStore:
         self._scratch = {}
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop the state of tasks, which their next step creates anew."""
+        """Drop the state of tasks, which their next step creates again."""
         gone = set(names)
         self.initialised -= gone
         self.fragments = {key: value for key, value in self.fragments.items() if key[0] not in gone}
@@ -233,7 +233,9 @@ class StateStore:
         value = read(state, path)
         if value is None:
             raise CanzonaError(
-                f"the state has no {leaf.name!r}", at=task.name, hint="load a checkpoint of this optimizer"
+                f"the state of the parameter lacks {leaf.name!r}",
+                at=task.name,
+                hint="load a checkpoint of this optimizer",
             )
         param, key = self.params[task.name], (task.name, leaf.name)
         if not self.is_resident(leaf, task.name):
@@ -255,9 +257,9 @@ class StateStore:
             value = held_part(value, param, self._box(task))
         if tuple(value.shape) != expected:
             raise CanzonaError(
-                f"state {leaf.name!r} is {list(value.shape)}, this rank's fragment {list(expected)}",
+                f"state {leaf.name!r} has shape {list(value.shape)}, but this rank's shard has {list(expected)}",
                 at=task.name,
-                hint="load a checkpoint of the same layout, or through torch.distributed.checkpoint",
+                hint="load a checkpoint with the same sharding, or load with torch.distributed.checkpoint",
             )
         return value.to(leaf.dtype)
 

@@ -172,9 +172,9 @@ class StepDriver:
         if self._held_params.replaced():
             return StepChange.replan("the memory or the attributes of parameters were replaced")
         if self._transitional & self._stepped:
-            return StepChange.replan("the state of parameters has another form now")
+            return StepChange.replan("the state of parameters has a new form")
         if self.capture.notice():
-            return StepChange.replan("with its attributes of now the optimizer runs in another way")
+            return StepChange.replan("attributes of the optimizer changed, and it now runs in another way")
         self._held_params.check_gradients()
         if cleared := self._held_state.cleared():
             self.store.forget(cleared)
@@ -230,7 +230,7 @@ class StepDriver:
         """Describe how the next step differs from earlier ones in what other ranks share with this one."""
         here, before = {*self._next.ready, *self._next.fresh}, {*self._agreed.ready, *self._agreed.fresh}
         if anew := [n for n in self._next.fresh if n in self._shared and n in self._stepped]:
-            return StepChange(ChangeKind.PRESENCE, f"the state is gone of {', '.join(anew)}")
+            return StepChange(ChangeKind.PRESENCE, f"the state of {', '.join(anew)} was cleared")
         if (here ^ before) & self._shared:
             missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
             return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")

@@ -16,7 +16,7 @@ from canzona_compile.session.program_cache import BoundProgram, ProgramCache
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """The bytes that steps need beside parameters, gradients and state.
+    """The bytes that steps need in addition to parameters, gradients and state.
 
     Attributes:
         buffers: of send, receive and gathered buffers, which stay between steps.

@@ -72,7 +72,7 @@ def put_together(value: DTensor, leaf: str, task: Task) -> Tensor:
         whole = value.full_tensor()
         for name in inner_tensors(whole):
             setattr(whole, name, getattr(whole, name).clone())  # what it holds waits for its collective, then is plain
-    except Exception as error:  # whatever the class raises, on all ranks alike, as they hold equal shapes
+    except Exception as error:  # whatever the class raises, on all ranks, as they hold equal shapes
         raise apart(leaf, value, first_line(error), task.name) from error
     return whole
 
@@ -91,14 +91,14 @@ def check_gathers(layout: Layout, state: Mapping[str, Any]) -> None:
     shapes = dict.fromkeys(str(list(box.size)) for box in layout.boxes)
     for name, value in state.items():
         if len(shapes) > 1 and isinstance(value, DTensor) and inner_tensors(value._local_tensor):
-            raise apart(name, value, f"they have the shapes {some(shapes)}")
+            raise apart(name, value, f"their shapes differ: {some(shapes)}")
 
 
 def apart(leaf: str, value: DTensor, why: str, at: str | None = None) -> CanzonaError:
-    """Make the error for fragments of a leaf that stay apart."""
+    """Make the error for fragments of a leaf that cannot be put together."""
     kind = type(value._local_tensor).__name__
     return CanzonaError(
-        f"ranks cannot put the fragments of state {leaf!r} together, which are of class {kind}: {why}",
+        f"the fragments of state {leaf!r}, of class {kind}, cannot be put together: {why}",
         at=at,
-        hint="wrap before the first step, so that owners make this state as a whole",
+        hint="call wrap before the first step, so that owners create this state whole",
     )

@@ -146,7 +146,7 @@ class Engine:
             action(now)
         stuck = [rank for rank, own in enumerate(self.operations) if self.place[rank] < len(own)]
         if stuck:
-            raise AssertionError(f"ranks {stuck[:4]} wait for a collective that not all of its members start")
+            raise AssertionError(f"ranks {stuck[:4]} wait for a collective that some of its members never start")
         self.out.seconds = max(self.out.finish, default=0.0)
         for rank, finish in enumerate(self.out.finish):
             self.out.bubble[rank] += self.out.seconds - finish

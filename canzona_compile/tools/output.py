@@ -65,7 +65,7 @@ def write(text: str, path: str | Path | None, at: str) -> None:
 
 
 def unwritable(path: str | Path, at: str, why: str) -> CanzonaError:
-    hint = "name a file in a folder that exists and may be written to"
+    hint = "pass a file in an existing folder that you can write to"
     return CanzonaError(f"it cannot be written: {why}", at=f"{at} {path}", hint=hint)
 
 

@@ -41,7 +41,7 @@ PAUSE = 0.1  # seconds between two looks at what processes elsewhere do
 LAST_WORDS = 2.0  # seconds in which a process says where its threads are
 SPARE = 60.0  # seconds beyond the limit after which a process ends itself, should its owner not do so
 TAIL = 120  # lines of a log
-UNGUARDED = "if a script starts this, do so below `if __name__ == '__main__':`; what the process said is above"
+UNGUARDED = "in a script, make this call under `if __name__ == '__main__':`; the output of the process is above"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +211,15 @@ def failure(ends: Sequence[CallEnd], limit: float) -> CanzonaError:
     name = first.process.name
     if first.how == "hung":
         stacks([end.process for end in ends])
-        hint = "allow more with limit=; where they were is above"
+        hint = "raise the limit with limit=; the stacks of the processes are above"
         names = ", ".join(end.process.name for end in ends)
         return CanzonaError(f"no result within {limit:g} seconds", at=names, hint=hint)
     if first.how == "died":
         code = first.process.exit_code()
         if code is None or code >= 0:
-            return CanzonaError(f"{name} ended by itself with exit code {code}", hint=UNGUARDED)
-        memory = "is there memory for a copy of the model per process?"
-        hint = memory if -code == signal.SIGKILL else "what it said is above"
+            return CanzonaError(f"{name} exited with code {code}", hint=UNGUARDED)
+        memory = "check that there is memory for one copy of the model per process"
+        hint = memory if -code == signal.SIGKILL else "its output is above"
         return CanzonaError(f"{name} was killed by {signal.Signals(-code).name}", hint=hint)
     error: CanzonaError | None = first.value
     if error is None:

@@ -1,7 +1,7 @@
 """Find out whether ranks may update their entries of a stack by themselves, and what the optimizer does to those.
 
-Ranks may hold different numbers of entries, and some ranks none. All of them have to decide alike, or one would wait
-for fragments that another never sends. So every rank looks at the numbers of entries of all ranks.
+Ranks may hold different numbers of entries, and some ranks none. All of them must make the same decision, or one would
+wait for fragments that another never sends. So every rank looks at the numbers of entries of all ranks.
 """
 
 from __future__ import annotations

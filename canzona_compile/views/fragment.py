@@ -69,10 +69,10 @@ class FragmentView(ParamView):
         if sharding.stride == 1 or (split is not None and (split.interleaved == ranks or split.order is not None)):
             return None
         return UnsupportedLayout(
-            f"each fragment holds a share of {sharding.stride} parts (partition_stride), so that the fragments side by "
-            "side are no matrix of the model",
+            f"each rank holds a share of {sharding.stride} parts (partition_stride), so its fragment is not "
+            "one block of a matrix",
             at=self.name,
-            hint='name the parts: split={"*.fc1.weight": Split({"gate": ..., "up": ...}, '
+            hint='name the parts with split={"*.fc1.weight": Split({"gate": ..., "up": ...}, '
             f"interleaved={ranks})}}, with as many blocks as there are ranks",
         )
 

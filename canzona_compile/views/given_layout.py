@@ -43,7 +43,7 @@ class Shardings:
 
     @property
     def own_meshes(self) -> list[DeviceMesh]:
-        """The meshes that this rank is part of, in an order that all ranks of two meshes see alike."""
+        """The meshes that this rank is part of, in an order that is the same on all ranks of two meshes."""
         known = {mesh_key(mesh): mesh for mesh in self.meshes if mesh.get_coordinate() is not None}
         return [mesh for _, mesh in sorted(known.items())]
 
@@ -94,9 +94,9 @@ def sharding_of(name: str, param: Tensor, given: GivenLayout | None) -> Sharding
     if isinstance(param, DTensor):
         if isinstance(told, tuple | list):
             raise UnsupportedLayout(
-                "layout= says how it is sharded, but it is a DTensor, whose type says that",
+                "the parameter is a DTensor and has its own placements, but layout= gives some as well",
                 at=name,
-                hint="leave it out of layout=; narrower patterns match fewer parameters",
+                hint="narrow the patterns of layout= so that they do not match it",
             )
         return None
     if isinstance(told, tuple | list):
@@ -126,7 +126,7 @@ def stated(name: str, param: Tensor, told: Any) -> Sharding:
         raise nonsense(name, told)
     if len(placements) != mesh.ndim:
         raise UnsupportedLayout(
-            f"layout= gives {len(placements)} placements on a mesh of {mesh.ndim} dims",
+            f"layout= gives {len(placements)} placements for a mesh of {mesh.ndim} dims",
             at=name,
             hint="give one placement per mesh dim: Shard(dim) or Replicate()",
         )
@@ -136,7 +136,9 @@ def stated(name: str, param: Tensor, told: Any) -> Sharding:
     for placement in own:
         dim = shard_dim(placement)
         if dim is not None and not 0 <= dim < param.ndim:
-            raise UnsupportedLayout(f"layout= says {placement}, the fragment is {list(param.shape)}", at=name)
+            raise UnsupportedLayout(
+                f"layout= says {placement}, but the fragment has shape {list(param.shape)}", at=name
+            )
     try:
         cutting_order(tuple(mesh.mesh.shape), own)
     except CanzonaError as error:
@@ -148,28 +150,27 @@ def marked(name: str, param: Tensor, mesh: DeviceMesh | None) -> Sharding:
     """The sharding that Megatron's attributes say."""
     if mesh is None:
         raise UnsupportedLayout(
-            "its attribute tensor_model_parallel says that it is a fragment, and there is no mesh of the ranks that "
-            "hold the others",
+            "its attribute tensor_model_parallel says that it is a fragment, but not which ranks hold the others",
             at=name,
-            hint="pass the tensor-parallel mesh, layout=mesh, or say how each parameter is sharded: "
+            hint="pass the tensor-parallel mesh as layout=mesh, or say how each parameter is sharded: "
             'layout={"*.weight": (mesh, [Shard(0)])}',
         )
     if mesh.ndim != 1:
         raise UnsupportedLayout(
-            f"its attributes name one tensor-parallel dim, the mesh has {mesh.ndim}",
+            f"its attributes describe one tensor-parallel dim, but the mesh has {mesh.ndim} dims",
             at=name,
-            hint='pass that dim of the mesh, layout=mesh["tp"]',
+            hint='pass only the tensor-parallel dim: layout=mesh["tp"]',
         )
     dim = getattr(param, "partition_dim", None)
     stride = getattr(param, "partition_stride", 1)
     if not isinstance(dim, int) or not 0 <= dim < param.ndim:
         raise UnsupportedLayout(
-            f"tensor_model_parallel is True and partition_dim is {dim!r}; the fragment is {list(param.shape)}",
+            f"tensor_model_parallel is True, but partition_dim={dim!r} is not a dim of its shape {list(param.shape)}",
             at=name,
-            hint="say how it is sharded in layout=, which counts more than attributes",
+            hint="say how the parameter is sharded in layout=, which overrides its attributes",
         )
     if not isinstance(stride, int) or stride < 1:
-        raise UnsupportedLayout(f"partition_stride is {stride!r}, no positive integer", at=name)
+        raise UnsupportedLayout(f"partition_stride is {stride!r}, not a positive integer", at=name)
     return with_this_rank(name, Sharding(mesh, (Shard(dim),), stride))
 
 
@@ -177,9 +178,9 @@ def with_this_rank(name: str, sharding: Sharding) -> Sharding:
     """The sharding itself, if this rank is part of its mesh."""
     if sharding.mesh.get_coordinate() is None:
         raise UnsupportedLayout(
-            f"rank {dist.get_rank()} is none of the ranks {sharding.mesh.mesh.tolist()} of the mesh in layout=",
+            f"rank {dist.get_rank()} is not in the mesh of layout=, which has the ranks {sharding.mesh.mesh.tolist()}",
             at=name,
-            hint="on each rank give the mesh of the ranks that hold the other fragments of its own parameters",
+            hint="on each rank, pass the mesh of the ranks that hold the other fragments of the same parameters",
         )
     return sharding
 
@@ -187,9 +188,9 @@ def with_this_rank(name: str, sharding: Sharding) -> Sharding:
 def nonsense(name: str, told: object) -> CanzonaError:
     """The error for what cannot be a layout."""
     return CanzonaError(
-        f"layout= says {told!r}; it takes a mesh with one placement per dim, a mesh alone, or None",
+        f"layout= gives {told!r} instead of (mesh, placements), a mesh, or None",
         at=name,
-        hint="for the rows of a linear layer (mesh, [Shard(0)]), for its columns (mesh, [Shard(1)])",
+        hint="use (mesh, [Shard(0)]) if the rows of a linear layer are sharded, (mesh, [Shard(1)]) if its columns are",
     )
 
 
@@ -203,9 +204,9 @@ def check_marked(given: GivenLayout | None, params: Iterable[Tensor]) -> None:
     mesh_alone = given is not None and given.alone
     if mesh_alone and not any(getattr(param, "tensor_model_parallel", False) for param in params):
         raise CanzonaError(
-            "layout= is a mesh alone, and no parameter has tensor_model_parallel=True",
+            "layout= is only a mesh, but no parameter has the attribute tensor_model_parallel=True",
             at=WHERE,
-            hint="copies of parameters lose their attributes: give patterns of names instead; or leave layout= out if "
+            hint="copies of parameters lose their attributes: use patterns of names in layout=, or omit layout= if "
             "each rank holds whole parameters",
         )
 

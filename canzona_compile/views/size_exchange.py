@@ -20,7 +20,7 @@ from canzona_compile.replica.raised import first_line
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.given_layout import Named, Shardings, mesh_key, shardings_of
 
-ALIKE = "give every rank the same layout= for the same parameters, under the same names"
+ALIKE = "pass the same layout= for the same parameter names on every rank"
 GridRows = tuple[tuple[int, ...], ...]
 
 
@@ -132,10 +132,10 @@ def agreed(
         rank, entry = int(mesh.mesh[at]), told.get(name)
         if entry is None:
             raise RankMismatch(
-                f"rank {rank} does not have it as a fragment over the ranks {ranks_of(mesh)}", hint=ALIKE
+                f"rank {rank} does not hold a fragment of this parameter over the ranks {ranks_of(mesh)}", hint=ALIKE
             )
         if entry.refusal:
-            raise RankMismatch(f"rank {rank} refuses it:\n{entry.refusal}")
+            raise RankMismatch(f"rank {rank} cannot use this parameter:\n{entry.refusal}")
         if first is None:
             first = rank, entry
         if (entry.how, len(entry.size)) != (first[1].how, len(first[1].size)):
@@ -172,7 +172,9 @@ def exchange_rows(
     for name, (rows, text) in told.items():
         for other, (theirs, refusals) in zip(ranks, everybody, strict=True):
             if name in refusals:
-                refused.setdefault(name, RankMismatch(f"rank {other} refuses it:\n{refusals[name]}", at=name))
+                refused.setdefault(
+                    name, RankMismatch(f"rank {other} cannot use this parameter:\n{refusals[name]}", at=name)
+                )
             elif name not in theirs or theirs[name][1] != text:
                 there = theirs[name][1] if name in theirs else "no fragment"
                 refused.setdefault(
@@ -202,7 +204,7 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
 def no_answer(name: str, mesh: DeviceMesh, error: Exception) -> CanzonaError:
     made = CanzonaError(
-        f"the ranks {ranks_of(mesh)} did not all tell the sizes of their fragments: {str(error).splitlines()[0]}",
+        f"not all of the ranks {ranks_of(mesh)} sent the sizes of their fragments: {str(error).splitlines()[0]}",
         at=name,
         hint=ALIKE,
     )
@@ -216,7 +218,7 @@ def refused_together(sharding: Sharding, replicas: Sequence[int], rank: int) -> 
     if set(replicas) <= members or not members & (set(replicas) - {rank}):
         return None
     return UnsupportedLayout(
-        f"the mesh of its fragments has the ranks {sorted(members)}, replicate= the ranks {list(replicas)}; "
-        "they share more than this rank",
-        hint='replicate= takes the data-parallel ranks alone: mesh["dp"] beside layout= over mesh["tp"]',
+        f"its fragments lie on the ranks {sorted(members)} and replicate= has the ranks {list(replicas)}; "
+        "the two may share only this rank",
+        hint='pass only the data-parallel ranks: replicate=mesh["dp"], with layout= over mesh["tp"]',
     )

@@ -73,7 +73,7 @@ class ParamView:
     Attributes:
         sharded: whether parts are DTensors.
         shown: the parts that have a parameter on this rank.
-        params: these parameters. Each shares the memory of the source, unless its elements are no contiguous view of
+        params: these parameters. Each shares the memory of the source, unless its elements are not a contiguous view of
             that: then it is a copy.
         reuses: whether a DTensor that is a gradient serves again on the next step, which spares the host the making of
             another. The optimizer may not hold on to gradients then.
@@ -183,7 +183,7 @@ class ParamView:
             return value.clone()
         if value.shape != self.source.shape:
             raise CanzonaError(
-                f"state {'.'.join(map(str, path))!r} of shape {list(value.shape)} does not divide like its parameter",
+                f"state {'.'.join(map(str, path))!r} of shape {list(value.shape)} cannot be split like its parameter",
                 at=self.name,
                 hint="load a checkpoint of this optimizer that was made with the same split=",
             )

@@ -88,7 +88,7 @@ def test_second_wrap_with_equal_options_returns_the_object() -> None:
 def test_second_wrap_with_other_options_raises_and_changes_nothing() -> None:
     pair = Pair()
     pair.step()
-    with pytest.raises(CanzonaError, match="wrapped already, with other options"):
+    with pytest.raises(CanzonaError, match="already wrapped, with different options"):
         canzona_compile.wrap(pair.wrapped, strategy="replicated")
     pair.step()
 

@@ -108,7 +108,7 @@ def test_what_is_refused_once_is_refused_again() -> None:
     optimizer = canzona_compile.wrap(RandomTally([param], 0.1, object()))
     param.grad = torch.ones(6, 4)
     for _ in range(2):
-        with pytest.raises(UnsupportedOptimizer, match="draws random numbers in what cannot be traced"):
+        with pytest.raises(UnsupportedOptimizer, match="draws random numbers in code that cannot be traced"):
             optimizer.step()
     assert torch.equal(param, torch.ones(6, 4))
 
@@ -118,7 +118,7 @@ def test_generators_of_an_optimizer_are_refused() -> None:
     optimizer = canzona_compile.wrap(RandomByItself(params))
     for param in params:
         param.grad = torch.ones(6, 4)
-    with pytest.raises(UnsupportedOptimizer, match="draws from a random generator of its own"):
+    with pytest.raises(UnsupportedOptimizer, match="draws from its own random generator"):
         optimizer.step()
     assert all(torch.equal(param, torch.ones(6, 4)) for param in params)
 
@@ -161,5 +161,5 @@ def test_one_rank_draws_for_all(kind: str) -> None:
         assert said == ""
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     for _, said in run(2, train, kind, "replicated"):
-        assert "every rank computes this matrix: their copies would differ" in said
+        assert "every rank computes this matrix, so their copies would differ" in said
         assert 'wrap with strategy="owner"' in said

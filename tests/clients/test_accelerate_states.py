@@ -118,7 +118,7 @@ def test_an_optimizer_whose_step_is_hidden_is_refused() -> None:
         prepared = scaled(optimizer)
         feed(optimizer, 0)
         prepared.step()
-    with pytest.raises(CanzonaError, match="the step on the object itself hides that of its class"):
+    with pytest.raises(CanzonaError, match=r"something replaced optimizer\.step on the object"):
         canzona_compile.wrap(optimizer)
     assert type(optimizer) is Muon
 

@@ -181,9 +181,9 @@ def test_save_and_load(source: str, tmp_path: Path) -> None:
 def test_what_fabric_put_around_an_optimizer_is_not_wrapped() -> None:
     """A step of the proxy's class would change nothing, and say nothing."""
     plain, wrapped = pair()
-    with pytest.raises(UnsupportedOptimizer, match="if it goes around another optimizer, wrap that one"):
+    with pytest.raises(UnsupportedOptimizer, match="if it is a wrapper around another optimizer, wrap that one"):
         canzona_compile.wrap(plain.optimizer)
-    with pytest.raises(CanzonaError, match="goes around the wrapped optimizer"):
+    with pytest.raises(CanzonaError, match="is a wrapper around the wrapped optimizer"):
         canzona_compile.unwrap(wrapped.optimizer)
     for training in (plain, wrapped):
         training.steps(range(2))

@@ -39,7 +39,7 @@ def test_a_proxy_of_a_wrapped_optimizer() -> None:
     assert canzona_compile.wrap(proxy) is proxy  # type: ignore[type-var]
     assert pair.report.fallbacks == {}
     kind = type(proxy)
-    with pytest.raises(CanzonaError, match="goes around the wrapped optimizer"):
+    with pytest.raises(CanzonaError, match="is a wrapper around the wrapped optimizer"):
         canzona_compile.unwrap(proxy)  # type: ignore[type-var]
     assert type(proxy) is kind
     pair.steps(2)

@@ -13,24 +13,24 @@ from tests.harness.marks import crossed
 from tests.harness.ranks import run
 
 GO_ON = {  # what both ranks say; training goes on
-    "skips_a_step": r"do different things.*rank 0: step\(\) of optimizer 0 \(\w+\) of model \d+; rank 1: backward\(\)",
-    "steps_twice": r"do different things.*rank 0: step\(\) of optimizer 1 .*; rank 1: step\(\) of optimizer 0",
-    "clips_alone": r"do different things.*rank 0: step\(\).*; rank 1: clip_grad_norm_\(\)",
-    "clips_by_another_norm": "other arguments on some ranks .*rank 0: max_norm=0.5.*rank 1: max_norm=1.5",
-    "zeroes_early": "there is no gradient to step with",
+    "skips_a_step": r"made different calls.*rank 0: step\(\) of optimizer 0 \(\w+\) of model \d+; rank 1: backward\(\)",
+    "steps_twice": r"made different calls.*rank 0: step\(\) of optimizer 1 .*; rank 1: step\(\) of optimizer 0",
+    "clips_alone": r"made different calls.*rank 0: step\(\).*; rank 1: clip_grad_norm_\(\)",
+    "clips_by_another_norm": "different arguments on some ranks .*rank 0: max_norm=0.5.*rank 1: max_norm=1.5",
+    "zeroes_early": "no parameter has a gradient",
     "drops_a_gradient": "gradients are missing on some ranks only .*no gradient for blocks.0.up.weight",
-    "leaves_out_the_second_optimizer": r"do different things.*rank 0: step\(\) of optimizer 1",
-    "forgets_to_zero": "backward ran again although",
+    "leaves_out_the_second_optimizer": r"made different calls.*rank 0: step\(\) of optimizer 1",
+    "forgets_to_zero": "backward ran again after",
     "asks_for_a_gradient_alone": r"rank 1: full_tensor\(\) of the gradient of head.weight",
     "measures_alone": r"measure\(\) has measured 0 of 2 steps",
 }
 HALF = {"steps_twice", "leaves_out_the_second_optimizer", "forgets_to_zero"}  # an optimizer had stepped, on both ranks
 REFUSED = {  # what both ranks say, and what they say for ever
-    "clears_state": "hold different state .*rank 0: loaded 0 times; rank 1: loaded 0 times, and cleared",
-    "loads_state": "hold different state .*rank 0: loaded 0 times; rank 1: loaded 1 times",
-    "fails_in_backward": "rank 1: CanzonaError: a backward pass ended on its way",
+    "clears_state": "state differs between ranks .*rank 0: loaded 0 times; rank 1: loaded 0 times, and cleared",
+    "loads_state": "state differs between ranks .*rank 0: loaded 0 times; rank 1: loaded 1 times",
+    "fails_in_backward": "rank 1: CanzonaError: an exception interrupted a backward pass",
     "is_interrupted": "KeyboardInterrupt",
-    "is_interrupted_in_backward": "KeyboardInterrupt|a backward pass ended on its way",
+    "is_interrupted_in_backward": "KeyboardInterrupt|an exception interrupted a backward pass",
     "has_a_step_that_fails": "out of memory",
 }
 STATEFUL = {"clears_state", "loads_state"}

@@ -28,7 +28,7 @@ def test_copies_are_models_of_their_own(gather: str) -> None:
 
 def test_a_copy_before_parameters_are_whole() -> None:
     for text in run(2, copied_too_early, after=AFTER):
-        assert "copied before its parameters are gathered" in text
+        assert "copied before its parameters were gathered" in text
 
 
 @pytest.mark.parametrize("how", list(READS))

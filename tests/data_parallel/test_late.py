@@ -35,7 +35,7 @@ def test_ranks_that_all_raise_the_same_go_on() -> None:
     """None of them hears what another one raised at the same place, however late that one is."""
     for said in run(2, raises_alike, fresh=True, after=AFTER):
         assert len(said) == 10
-        assert all("a norm of it would differ" in one for one in said), said
+        assert all("its norm would differ" in one for one in said), said
 
 
 def test_nothing_is_bound_on_ranks_whose_collectives_never_complete() -> None:

@@ -193,8 +193,8 @@ def test_plans_that_do_not_fit_are_refused_by_all_ranks() -> None:
     ).file
     cases: list[tuple[PlanFile, str, str]] = [
         (other, "zero1", "does not come out as planned: buckets differ"),
-        (replace(made, tasks=made.tasks[1:]), "zero1", "does not know this parameter"),
-        (replace(made, replicas=4), "zero1", "is for 4 data-parallel ranks, the mesh has 2"),
+        (replace(made, tasks=made.tasks[1:]), "zero1", "does not have this parameter"),
+        (replace(made, replicas=4), "zero1", "is for 4 data-parallel ranks, but the mesh has 2"),
         (wrap, "zero1", "the plan was made for wrap"),
         (made, "wrap", "the plan was made for zero1"),
     ]
@@ -207,7 +207,7 @@ def test_a_plan_with_a_rank_that_there_is_not_is_no_plan() -> None:
     made = offline("muon and adamw", bucket_bytes=BUCKETS).file
     entries = made.to_dict()
     entries["tasks"][0]["replica"] = 2
-    with pytest.raises(CanzonaError, match="on none of the plan's data-parallel ranks"):
+    with pytest.raises(CanzonaError, match="is not a data-parallel rank of the plan"):
         read_plan(entries)
 
 

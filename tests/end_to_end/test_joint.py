@@ -324,7 +324,7 @@ def of_two_meshes() -> str:
 @pytest.mark.ranks
 def test_parameters_of_several_meshes_are_refused() -> None:
     for said in run(2, of_two_meshes, after=partial(alone, "norm")):
-        assert "steps all parameters at once, but this one lies on ranks" in said
+        assert "steps all parameters at once, but this one is on ranks" in said
         assert "group0.param2" in said
 
 
@@ -337,5 +337,5 @@ def under_zero1() -> str:
 @pytest.mark.ranks
 def test_zero1_refuses_them() -> None:
     for said in run(2, under_zero1):
-        assert "zero1 gives every matrix to another owner, but NormOnItself couples parameters" in said
+        assert "zero1 spreads matrices over owner ranks, but NormOnItself couples parameters" in said
         assert "wrap(optimizer, replicate=mesh)" in said

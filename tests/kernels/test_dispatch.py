@@ -346,7 +346,7 @@ def test_the_command_says_in_one_line_that_there_is_no_gpu(capsys: pytest.Captur
     said = capsys.readouterr()
     assert said.out == ""
     assert [line for line in said.err.splitlines() if line] == [
-        "error: there is no CUDA device to tune on; without one all products are the library's",
+        "error: there is no CUDA device to tune for; without one, all products use the library",
         "  see:  docs/troubleshooting.md#canzonaerror",
     ]
 

@@ -140,16 +140,16 @@ def test_what_cannot_be_is_refused() -> None:
     x, f = torch.zeros(2, 8, 6), torch.zeros(2, 8, 8)
     with pytest.raises(ValueError, match="factor holds 8x8"):
         gemm_axpby(f, x, right=True)
-    with pytest.raises(TypeError, match="one dtype"):
+    with pytest.raises(TypeError, match="the same dtype"):
         gemm_axpby(f.half(), x)
-    with pytest.raises(ValueError, match="read while it is written"):
+    with pytest.raises(ValueError, match="read while out is written"):
         gemm_axpby(f, x, out=x)
     with pytest.raises(ValueError, match="out is"):
         gemm_axpby(f, x, out=torch.empty(2, 8, 6, dtype=torch.float16))
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         gemm_axpby(f, x, choice=TMA)
     wide = torch.zeros(2, 8, 8)
-    with pytest.raises(ValueError, match="as x does"):
+    with pytest.raises(ValueError, match="the strides of x"):
         gemm_axpby(f, wide, out=torch.zeros(2, 8, 8).mT, choice=TMA)
 
 

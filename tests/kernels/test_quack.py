@@ -99,7 +99,7 @@ def test_what_it_cannot_do_is_refused(quack: QuackPackage) -> None:
         sym_gemm(half, dtype=torch.float32, choice=QUACK)
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         sym_gemm(torch.zeros(2, 8, 5, dtype=torch.float16), choice=QUACK)
-    with pytest.raises(ValueError, match="no such kernel for gemm_axpby"):
+    with pytest.raises(ValueError, match="gemm_axpby has no kernel"):
         gemm_axpby(half, half, choice=QUACK)
     assert quack.calls == []
 

@@ -287,7 +287,7 @@ def test_what_cannot_be_is_refused() -> None:
     a = torch.zeros(2, 8, 4)
     with pytest.raises(ValueError, match="b holds 8x5"):
         sym_gemm(a, torch.zeros(2, 8, 5))
-    with pytest.raises(TypeError, match="one dtype"):
+    with pytest.raises(TypeError, match="the same dtype"):
         sym_gemm(a, a.half())
     with pytest.raises(TypeError, match="floating"):
         sym_gemm(a.int())
@@ -298,7 +298,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="out is"):
         sym_gemm(a, out=torch.empty(8, 8))
     square = torch.zeros(8, 8)
-    with pytest.raises(ValueError, match="read while it is written"):
+    with pytest.raises(ValueError, match="read while out is written"):
         sym_gemm(square, out=square)
     with pytest.raises(ValueError, match="scalar"):
         sym_gemm(a, alpha=torch.zeros(2), choice=POINTER)

@@ -76,7 +76,7 @@ def test_unknown_names() -> None:
         named_hardware("/nowhere/mine.json")
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "no JSON"), ("[1, 2]", "no JSON object"), ("", "no JSON")])
+@pytest.mark.parametrize(("text", "words"), [("{", "not JSON"), ("[1, 2]", "not a JSON object"), ("", "not JSON")])
 def test_files_that_are_no_object(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(text, encoding="utf-8")
@@ -118,23 +118,23 @@ BAD: dict[str, tuple[Spoiled, str]] = {
     "a size beyond any": (lambda d: d.update(transposed=[[1e300, 1]]), "transposed is 1e+300"),
     "no text": (lambda d: d.update(device=3), "device is 3"),
     "no flag": (lambda d: d.update(overlap="yes"), "overlap is 'yes'"),
-    "no curves": (lambda d: d.update(products=[[1, 2]]), "products is no object"),
-    "no products": (lambda d: d.update(products={}), "products is no object"),
-    "no curve": (lambda d: d["products"].update(float32=3e12), "products.float32 is no list of pairs"),
-    "no pairs": (lambda d: d["products"].update(float32=[[1, 2, 3]]), "products.float32 is no list of pairs"),
-    "an empty curve": (lambda d: d.update(transposed=[]), "transposed is no list of pairs"),
+    "no curves": (lambda d: d.update(products=[[1, 2]]), "products is not an object"),
+    "no products": (lambda d: d.update(products={}), "products is not an object"),
+    "no curve": (lambda d: d["products"].update(float32=3e12), "products.float32 is not a list of pairs"),
+    "no pairs": (lambda d: d["products"].update(float32=[[1, 2, 3]]), "products.float32 is not a list of pairs"),
+    "an empty curve": (lambda d: d.update(transposed=[]), "transposed is not a list of pairs"),
     "sizes descend": (lambda d: d["products"].update(float32=[[2, 1], [1, 1]]), "sizes of products.float32"),
     "a rate of zero": (lambda d: d["products"].update(float32=[[2, 0]]), "products.float32 is 0"),
     "no other": (lambda d: d["factorizations"].pop("other"), "factorizations has no rate 'other'"),
-    "no calls": (lambda d: d.update(product_calls=4e-6), "product_calls is no object"),
+    "no calls": (lambda d: d.update(product_calls=4e-6), "product_calls is not an object"),
     "a negative call": (lambda d: d.update(product_calls={"float32": -1}), "product_calls.float32 is -1"),
-    "no link": (lambda d: d.update(node=1e9), "node is no object"),
+    "no link": (lambda d: d.update(node=1e9), "node is not an object"),
     "half a link": (lambda d: d["network"].pop("latency"), "network.latency is missing"),
     "a strange link": (lambda d: d["node"].update(speed=1), "no field node.speed"),
     "a dead link": (lambda d: d["node"].update(bandwidth=0), "node.bandwidth is 0"),
-    "strange sources": (lambda d: d.update(sources=["a book"]), "sources is no object"),
+    "strange sources": (lambda d: d.update(sources=["a book"]), "sources is not an object"),
     "strange measurements": (lambda d: d.update(measured=["name"]), "measured names 'name'"),
-    "no list of measurements": (lambda d: d.update(measured=5), "measured is no list"),
+    "no list of measurements": (lambda d: d.update(measured=5), "measured is not a list"),
 }
 
 

@@ -165,7 +165,7 @@ def test_names() -> None:
         ({"name": "alpha", "bucket": 0}, "bucket=0"),
         ({"name": "static", "bucket": -1}, "bucket=-1"),
         ({"name": "permuted", "bucket": 0}, "bucket=0"),
-        ({"name": "exact", "seconds": 0.0}, "seconds=0.0 leaves no time"),
+        ({"name": "exact", "seconds": 0.0}, "seconds=0.0 is not positive"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], problem: str) -> None:

@@ -301,7 +301,7 @@ def test_gemm_axpby(right: bool) -> None:
 
 def test_operators_refuse_what_does_not_fit() -> None:
     x = torch.empty(4, 3, device="meta")
-    with pytest.raises(ValueError, match="they must be alike"):
+    with pytest.raises(ValueError, match="they must have the same shape"):
         SYM_GEMM(x, torch.empty(3, 4, device="meta"))
     with pytest.raises(ValueError, match=r"c is \[3, 3\], the product \[4, 4\]"):
         SYM_GEMM(x, None, torch.empty(3, 3, device="meta"))

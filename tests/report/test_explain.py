@@ -161,5 +161,5 @@ def test_missing_gradients_as_zeros() -> None:
 
 
 def test_missing_gradients_as_nonsense() -> None:
-    with pytest.raises(CanzonaError, match="missing_grads='drop' is none of 'skip', 'zero'"):
+    with pytest.raises(CanzonaError, match="missing_grads='drop' is not one of 'skip', 'zero'"):
         canzona_compile.wrap(muon(parameters()), missing_grads="drop")  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def test_a_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_exact_bits_can_be_audited() -> None:
     with pytest.raises(CanzonaError, match="compares bits"):
         canzona_compile.wrap(muon(parameters()), audit=3, numerics="fast")
-    with pytest.raises(CanzonaError, match="not staggered"):
+    with pytest.raises(CanzonaError, match="does not stagger"):
         canzona_compile.wrap(muon(parameters()), audit=3, stagger=True)
     with pytest.raises(CanzonaError, match="audit=0 is not a positive integer"):
         canzona_compile.wrap(muon(parameters()), audit=0)

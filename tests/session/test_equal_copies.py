@@ -69,5 +69,11 @@ DIFFERENCES = [
 def test_one_copy_differs(case: Case, difference: tuple[Edit, str, str]) -> None:
     edit, what, name = difference
     found = run(case.world, differs, case, edit, after=ready())
-    check([outcome for outcome, _ in found], {"RankMismatch"}, f"{what} differs", name, "must hold equal copies")
+    check(
+        [outcome for outcome, _ in found],
+        {"RankMismatch"},
+        f"{what} differs",
+        name,
+        "replicate= needs identical copies",
+    )
     assert all(goes_on for _, goes_on in found)

@@ -121,9 +121,9 @@ def test_a_rank_stays_away() -> None:
 
 def test_ranks_that_hear_of_a_failure_are_told_what_to_do() -> None:
     """Of ranks that wait in vain one fails first; the others quote it."""
-    told = failed_on(2, CanzonaError("a collective of this step failed", hint="see what the other ranks wrote"))
+    told = failed_on(2, CanzonaError("a collective of this step failed", hint="look at the output of the other ranks"))
     assert str(RankMismatch(str(told))).startswith("the step failed on rank 2: CanzonaError: a collective of this step")
-    assert "hint: see what the other ranks wrote" in str(RankMismatch(str(told)))
+    assert "hint: look at the output of the other ranks" in str(RankMismatch(str(told)))
     assert "hint" not in str(failed_on(2, ValueError("no")))
 
 

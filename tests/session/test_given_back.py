@@ -101,4 +101,4 @@ def test_an_interrupt() -> None:
     for said, wrong in run(2, end_early, *CASES[0], "load", "interrupt", fresh=True, after=once("muon")):
         assert said.startswith("KeyboardInterrupt")
         assert len(wrong) == 1
-        assert "an earlier step failed on its way" in wrong[0]
+        assert "an earlier step failed midway" in wrong[0]

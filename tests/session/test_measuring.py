@@ -316,9 +316,9 @@ def last_step_without(absent: int) -> str:
 def test_a_rank_that_does_not_bring_its_figures_is_named() -> None:
     said, died = run(2, last_step_without, 1, dying=[1])
     assert died == Died(7)
-    assert "the last step of measure() needs the ranks [0, 1], because each of them has measured itself alone" in said
+    assert "the last step of measure() needs the ranks [0, 1], because each rank has measured only itself" in said
     assert "rank 1 did not make this call within 1 s" in said
-    assert "see what the missing ranks wrote: they died, raised an error, or take fewer steps" in said
+    assert "look at the output of the missing rank: it died, raised an error, or takes fewer steps" in said
     assert "consolidate" not in said
 
 

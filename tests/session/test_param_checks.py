@@ -73,7 +73,7 @@ def sharded_late(how: str) -> tuple[str, str]:
 def test_a_model_that_is_sharded_after_its_optimizer_was_made(how: str) -> None:
     for kind, text in run(2, sharded_late, how):
         assert kind == "CanzonaError"
-        assert "the model was sharded after its optimizer was made" in text
+        assert "the model was sharded after the optimizer was built" in text
         assert "at:   0.weight, 2.weight\n  hint: call fully_shard(model)" in text
 
 
@@ -185,7 +185,7 @@ def test_ddp_without_replicate_is_noticed_once() -> None:
 def test_what_is_no_optimizer() -> None:
     wrap: Any = canzona_compile.wrap
     optimizer = torch.optim.Muon(model_of().parameters())
-    with pytest.raises(CanzonaError, match=r"is a class of optimizers\n.*\n  hint: wrap\(Muon\(.*wrap_cls\(Muon\)"):
+    with pytest.raises(CanzonaError, match=r"is an optimizer class\n.*\n  hint: call wrap\(Muon\(.*wrap_cls\(Muon\)"):
         wrap(torch.optim.Muon)
     with pytest.raises(CanzonaError, match=r"one optimizer, not a list of 2\n.*\n  hint: wrap\(chain"):
         wrap([optimizer, optimizer])

@@ -61,7 +61,7 @@ def says(layout: Any, *params: nn.Parameter, **options: Any) -> str:
         (lambda name, param: param.nothing, "the function given as layout= raised AttributeError"),
         (lambda name, param: "rows", "layout= says 'rows'; it takes a mesh"),
         ({"layers.*": 3}, "layout= says 3; it takes a mesh"),
-        ({"other.*": None}, r"'other.\*' fits no parameter; there are layers.0"),
+        ({"other.*": None}, r"'other.\*' matches no parameter; the optimizer has layers.0"),
         (7, "layout= takes patterns of names, a function or a DeviceMesh, not a int"),
     ],
 )
@@ -134,13 +134,13 @@ def refused(case: str) -> str:
         ("replicas", "of dim 0 ranks hold 4 and 5 entries"),
         ("placements", r"ranks disagree: rank 0 has .*\(S\(0\)\), rank 1 .*\(S\(1\)\)"),
         ("dtypes", "ranks disagree: rank 0 has .*bfloat16"),
-        ("one alone", "rank 0 does not have it as a fragment"),
-        ("one fails", "2 placements on a mesh of 1 dims"),
-        ("copies", "layout= is a mesh alone, and no parameter has tensor_model_parallel=True"),
-        ("attributes", "tensor_model_parallel is True and partition_dim is -1"),
+        ("one alone", "rank 0 does not hold a fragment of this parameter"),
+        ("one fails", "2 placements for a mesh of 1 dims"),
+        ("copies", "layout= is only a mesh, but no parameter has the attribute tensor_model_parallel=True"),
+        ("attributes", "tensor_model_parallel is True, but partition_dim=-1 is not a dim"),
         ("partial", "is neither a shard nor a replica"),
-        ("dim", r"layout= says S\(2\), the fragment is \[4, 6\]"),
-        ("a DTensor", "it is a DTensor, whose type says that"),
+        ("dim", r"layout= says S\(2\), but the fragment has shape \[4, 6\]"),
+        ("a DTensor", "the parameter is a DTensor and has its own placements"),
         ("parts", r"a share of 2 parts \(partition_stride\)(.|\n)*interleaved=2"),
         ("other blocks", "a share of 2 parts"),
     ],
@@ -160,7 +160,7 @@ def without_this_rank() -> str:
 
 @pytest.mark.ranks
 def test_a_mesh_without_this_rank() -> None:
-    assert re.search(r"rank 1 is none of the ranks \[0\] of the mesh in layout=", run(2, without_this_rank)[1])
+    assert re.search(r"rank 1 is not in the mesh of layout=, which has the ranks \[0\]", run(2, without_this_rank)[1])
 
 
 # -- shares of parts ---------------------------------------------------------------------------

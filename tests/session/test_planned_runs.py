@@ -198,7 +198,7 @@ def test_plans_that_do_not_fit_are_refused_by_all_ranks(tmp_path: Path) -> None:
         ),
         "a strategy of an earlier release": (
             {**made, "tasks": [{**t, "strategy": "gram"} for t in made["tasks"]]},
-            "no run executes the plan's strategy 'gram'",
+            "a run cannot execute the strategy 'gram' of this plan",
         ),
         "other groups": ({**made, "groups": [[n] for n in made["groups"][0]]}, "groups and schedule differ"),
     }

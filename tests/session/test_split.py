@@ -276,7 +276,7 @@ def test_state_of_the_fused_matrix_is_refused() -> None:
     other = both.wrap_one("soap")
     other.load_state_dict(fused)
     with pytest.raises(
-        CanzonaError, match=r"'left' of shape \[32, 32\] does not divide like its parameter(.|\n)*attention.qkv"
+        CanzonaError, match=r"'left' of shape \[32, 32\] cannot be split like its parameter(.|\n)*attention.qkv"
     ):
         other.step()
 

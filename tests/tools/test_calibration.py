@@ -197,7 +197,7 @@ def test_what_cannot_be_measured(options: dict[str, Any], says: str, monkeypatch
 
 def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CanzonaError, match="starts its ranks itself"):
+    with pytest.raises(CanzonaError, match="starts its own ranks"):
         calibrate(device="cpu", extent=TINY)
 
 

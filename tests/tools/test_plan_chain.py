@@ -219,5 +219,5 @@ def test_what_is_refused(optimizer: str, arguments: dict[str, Any], words: str) 
 
 
 def test_three_optimizers_need_the_module() -> None:
-    with pytest.raises(CanzonaError, match="nothing tells which of the 3 optimizers"):
+    with pytest.raises(CanzonaError, match="it is unclear which of the 3 optimizers"):
         planned(SHAPES, optimizer=three(Decoder()))

@@ -145,27 +145,34 @@ def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (["--model", "gpt-5"], ["there is no model 'gpt-5'", "at:   model", "hint: one of qwen3-0.6b"]),
+        (["--model", "gpt-5"], ["there is no model 'gpt-5'", "at:   model", "hint: use one of qwen3-0.6b"]),
         (["--model", "qwen3-0.6b", "--split", "q"], ["there is no split 'q'", "at:   split", "hint: qkv, gate-up"]),
         (["--model", "qwen3-0.6b", "--mesh", "tp=3"], ["tp=3 does not divide", "at:   mesh", "hint: tp can be"]),
         (["--mesh", "sp=2"], ["there is no mesh dim 'sp'", "at:   mesh", "hint: dims are dp"]),
         (["--optimizer", "adam"], ["there is no optimizer 'adam'", "hint: one of muon+adamw, muon, normuon, soap"]),
         (["--optimizer", "no_such_module:X"], ["cannot be imported", "no_such_module:X"]),
         (["--optimizer", "torch.optim:Nothing"], ["cannot be imported", "has no attribute 'Nothing'"]),
-        (["--optimizer", "torch.nn:Linear"], ["is no class of torch.optim.Optimizer"]),
+        (["--optimizer", "torch.nn:Linear"], ["is not a subclass of torch.optim.Optimizer"]),
         (["--optimizer", "torch.optim:LBFGS"], ["LBFGS", "closure"]),
-        (["--hardware", "tpu"], ["there is no hardware 'tpu'", "hint: one of a100"]),
-        (["--hardware", "nothing.json"], ["there is no hardware 'nothing.json'", "hint: one of a100"]),
-        (["--rank", "2"], ["rank 2 is none of the 2 ranks of fsdp=2", "rank="]),
-        (["--rank", "-1"], ["rank -1 is none of the 2 ranks", "rank="]),
+        (["--hardware", "tpu"], ["there is no hardware 'tpu'", "hint: use one of a100"]),
+        (["--hardware", "nothing.json"], ["there is no hardware 'nothing.json'", "hint: use one of a100"]),
+        (["--rank", "2"], ["rank 2 is not one of the 2 ranks of fsdp=2", "rank="]),
+        (["--rank", "-1"], ["rank -1 is not one of the 2 ranks", "rank="]),
         (["--alpha", "1.5"], ["alpha=1.5 is not between 0 and 1", "hint: 1 balances most"]),
         (["--alpha", "-0.1"], ["alpha=-0.1 is not between 0 and 1", "hint: 1 balances most"]),
         (["--alpha", "nan"], ["alpha=nan is not between 0 and 1", "hint: 1 balances most"]),
         (
             ["--alpha", "0.5", "--planner", "lpt"],
-            ["--planner (the planner lpt) and --alpha (the planner alpha) exclude", "at:   plan", "hint: leave"],
+            [
+                "--planner (the planner lpt) and --alpha (the planner alpha) cannot be combined",
+                "at:   plan",
+                "hint: pass only",
+            ],
         ),
-        (["--alpha", "0.5", "--exact"], ["--exact (the planner exact) and --alpha (the planner alpha) exclude"]),
+        (
+            ["--alpha", "0.5", "--exact"],
+            ["--exact (the planner exact) and --alpha (the planner alpha) cannot be combined"],
+        ),
         (["--exact", "--planner", "static"], ["--planner (the planner static) and --exact (the planner exact)"]),
         (["--capacity", "100"], ["capacity 100 is below the 4608 bytes", "at:   layers.0.q", "hint: at least 4608"]),
         (["--capacity", "0"], ["capacity=0 is not a positive integer", "capacity="]),
@@ -187,15 +194,15 @@ def test_options_that_cannot_be(
     ("option", "text", "words"),
     [
         ("--params", None, ["it cannot be read: No such file", "hint: name a file"]),
-        ("--params", "{", ["it is no JSON", "hint: it has to hold"]),
-        ("--params", "{}", ["it names no parameters", "hint: as in"]),
+        ("--params", "{", ["the file is not JSON", "hint: write a JSON"]),
+        ("--params", "{}", ["there are no matrices to plan", "hint: as in"]),
         ("--params", '{"w": [8, 0]}', [": w", "its shape is [8, 0]", "hint: [rows, columns]"]),
         ("--params", '{"w": {"shape": [8, 8], "tp": 2}}', [": w", "tp is 2, no dim of [8, 8]", "hint: the dim"]),
         ("--hf-config", None, ["it cannot be read: No such file", "hint: name a file"]),
         ("--hf-config", "{}", ["the field 'num_attention_heads' is missing", "hint: is it the config of a decoder?"]),
         ("--hf-config", '{"num_attention_heads": "8"}', ["is '8', not a positive integer", "hint: copy it"]),
-        ("--hardware", "{", ["it is no JSON"]),
-        ("--hardware", "[]", ["it holds no JSON object", "hint: ", "calibrate"]),
+        ("--hardware", "{", ["the file is not JSON"]),
+        ("--hardware", "[]", ["the file is not a JSON object", "hint: ", "calibrate"]),
         ("--hardware", "{}", ["schema is None, not 1", "hint: ", "calibrate"]),
     ],
 )
@@ -213,15 +220,15 @@ def test_files_that_cannot_be(
     ("name", "value", "says"),
     [
         ("name", None, "the field 'name' is missing"),
-        ("speed", 1, "there is no field 'speed'"),
+        ("speed", 1, "the field 'speed' is unknown"),
         ("name", 5, "name is 5, no text"),
         ("overlap", 1, "overlap is 1, neither true nor false"),
         ("ranks_per_node", 0, "ranks_per_node is 0, not a positive number"),
         ("bandwidth", "fast", "bandwidth is 'fast', not a positive number"),
         ("bandwidth", float("inf"), "bandwidth is inf, not a positive number"),
         ("launch", -1, "launch is -1, not a number of at least 0"),
-        ("products", {}, "products is no object with a rate per name"),
-        ("products", {"bfloat16": [[1]]}, "products.bfloat16 is no list of pairs"),
+        ("products", {}, "products is not an object with a rate per name"),
+        ("products", {"bfloat16": [[1]]}, "products.bfloat16 is not a list of pairs"),
         ("products", {"bfloat16": [[2, 1], [1, 1]]}, "the sizes of products.bfloat16 do not ascend"),
         ("factorizations", {"qr": [[1, 1]]}, "factorizations has no rate 'other'"),
         ("node", {"bandwidth": 1}, "the field node.latency is missing"),
@@ -340,7 +347,10 @@ def test_plans_that_decide_alike(plans: dict[str, str], write: Write, capsys: py
     other = write(one | {"tasks": tasks, "fingerprint": "0" * 64}, "other.json")
     assert main(["diff", plans["one"], other]) == 1
     out = out_of(capsys)
-    assert f"5 matrices decided alike for another reason: {NASTY} the planner joint chose the owner, then by" in out
+    assert (
+        f"5 matrices decided in the same way for another reason: {NASTY} the planner joint chose the owner, then by"
+        in out
+    )
     assert "\\x1b[7mhand" in out
 
 
@@ -353,16 +363,16 @@ def test_a_plan_without_a_forecast_has_no_figures(plans: dict[str, str], capsys:
     ("changes", "says"),
     [
         (None, "it cannot be read: No such file"),
-        ("{", "it is no JSON"),
-        ("[]", "it is no plan"),
-        ({"kind": "shapes"}, "it is no plan"),
+        ("{", "the file is not JSON"),
+        ("[]", "the file is not a plan"),
+        ({"kind": "shapes"}, "the file is not a plan"),
         ({"schema": 2}, "schema is 2, not 1"),
         ({"groups": ...}, "the field 'groups' is missing"),
         ({"tasks": [{}]}, "an entry is wrong: KeyError: 'name'"),
         ({"tasks": 5}, "an entry is wrong: TypeError"),
         ({"depth": "two"}, "an entry is wrong: ValueError"),
-        ({"forecast": {}}, "its forecast is wrong: KeyError: 'simulation'"),
-        ({"forecast": 5}, "its forecast is wrong: TypeError"),
+        ({"forecast": {}}, "its forecast cannot be read: KeyError: 'simulation'"),
+        ({"forecast": 5}, "its forecast cannot be read: TypeError"),
     ],
     ids=str,
 )

@@ -211,8 +211,8 @@ def test_a_field_that_is_no_count(name: str, value: object, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "says", "remedy"),
     [
-        ({"hidden_size": 1023, "head_dim": None}, "hidden_size 1023 is no multiple of 16 heads", "add head_dim"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 16 is no multiple of num_key_value_heads 3", "without"),
+        ({"hidden_size": 1023, "head_dim": None}, "hidden_size 1023 is not a multiple of 16 heads", "add head_dim"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 16 is not a multiple of num_key_value_heads 3", "omit"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts", "a token"),
         ({"num_experts": 4, "decoder_sparse_step": 2}, "decoder_sparse_step is 2", "--params"),
         ({"num_experts": 4, "mlp_only_layers": [0]}, "mlp_only_layers is [0]", "--params"),
@@ -237,11 +237,11 @@ def test_configs_that_contradict_themselves_or_are_of_other_models(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "it is no JSON"),
-        ("{'a': 1}", "it is no JSON"),
-        ("[" * 100_000, "it is no JSON"),
-        ("[1]", "it holds no JSON object"),
-        ("\ufeff{}", "it is no JSON"),
+        ("", "the file is not JSON"),
+        ("{'a': 1}", "the file is not JSON"),
+        ("[" * 100_000, "the file is not JSON"),
+        ("[1]", "the file is not a JSON object"),
+        ("\ufeff{}", "the file is not JSON"),
     ],
     ids=["empty", "Python", "deep", "a list", "a byte order mark"],
 )
@@ -261,7 +261,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, says in (
         (tmp_path / "none.json", "it cannot be read: No such file"),
         (tmp_path, "it cannot be read: Is a directory"),
-        (tmp_path / "latin.json", "it is no JSON"),
+        (tmp_path / "latin.json", "the file is not JSON"),
     ):
         with pytest.raises(CanzonaError) as caught:
             read_object(path)
@@ -308,17 +308,17 @@ def test_shapes_by_name() -> None:
         (None, "its shape is None", "[rows, columns]"),
         ({"tp": 0}, "its shape is None", "[rows, columns]"),
         ([2**30, 2**30], "more than 2^48 elements", "number of elements"),
-        ({"shape": [8, 8], "tp": 2}, "tp is 2, no dim of [8, 8]", "leave it out"),
-        ({"shape": [8, 8], "tp": -1}, "tp is -1, no dim of [8, 8]", "leave it out"),
+        ({"shape": [8, 8], "tp": 2}, "tp is 2, which is not a dim of [8, 8]", "omit it"),
+        ({"shape": [8, 8], "tp": -1}, "tp is -1, which is not a dim of [8, 8]", "omit it"),
         ({"shape": [8, 8], "tp": True}, "tp is True", "leave it out"),
         ({"shape": [8, 8], "tp": 1.0}, "tp is 1.0", "leave it out"),
-        ({"shape": [8, 8], "layer": "first"}, "layer is 'first', no number of a layer", "0 is the first"),
-        ({"shape": [8, 8], "layer": -1}, "layer is -1", "0 is the first"),
-        ({"shape": [8, 8], "layer": None}, "layer is None", "0 is the first"),
+        ({"shape": [8, 8], "layer": "first"}, "layer is 'first', which is not a layer number", "count layers from 0"),
+        ({"shape": [8, 8], "layer": -1}, "layer is -1", "count layers from 0"),
+        ({"shape": [8, 8], "layer": None}, "layer is None", "count layers from 0"),
         ({"shape": [8, 8], "experts": True}, "experts is True for a shape of 2 dims", "three or more dims"),
-        ({"shape": [4, 8, 8], "experts": "no"}, "experts is 'no'", "true says"),
+        ({"shape": [4, 8, 8], "experts": "no"}, "experts is 'no'", "to true only"),
         ({"shape": [4, 8, 8], "experts": True, "tp": 0}, "tp is 0, the dim of experts", "ep"),
-        ({"shape": [8, 8], "stage": 1}, "there is no field 'stage'", "shape, tp, experts, layer and elementwise"),
+        ({"shape": [8, 8], "stage": 1}, "the field 'stage' is unknown", "shape, tp, experts, layer and elementwise"),
     ],
 )
 def test_shapes_that_cannot_be(entry: object, says: str, remedy: str) -> None:
@@ -332,7 +332,7 @@ def test_shapes_that_cannot_be(entry: object, says: str, remedy: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a\nb", "\ud800", 3], ids=repr)
 def test_names_that_cannot_be(name: Any) -> None:
-    with pytest.raises(CanzonaError, match="is no name of a parameter\n  at:   shapes"):
+    with pytest.raises(CanzonaError, match="is not a parameter name\n  at:   shapes"):
         from_shapes({name: [8, 8]}, "mine", "shapes")
 
 
@@ -343,7 +343,7 @@ def test_names_may_have_any_letters() -> None:
 
 
 def test_a_model_without_parameters() -> None:
-    with pytest.raises(CanzonaError, match="it names no parameters\n  at:   shapes\n  hint: as in"):
+    with pytest.raises(CanzonaError, match="there are no matrices to plan\n  at:   shapes\n  hint: as in"):
         from_shapes({}, "mine", "shapes")
 
 
@@ -376,5 +376,5 @@ def test_the_matrices_of_a_module_on_no_device() -> None:
 
 
 def test_a_module_without_matrices() -> None:
-    with pytest.raises(CanzonaError, match="it names no parameters\n  at:   the module"):
+    with pytest.raises(CanzonaError, match="there are no matrices to plan\n  at:   the module"):
         from_module(nn.LayerNorm(8), {"weight"})

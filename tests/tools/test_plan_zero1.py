@@ -95,12 +95,12 @@ def test_without_dp_nothing_travels() -> None:
 @pytest.mark.parametrize(
     ("mesh", "options", "words"),
     [
-        ("fsdp=4", {}, "under ZeRO-1 the mesh has no dim 'fsdp'"),
+        ("fsdp=4", {}, "a ZeRO-1 plan cannot have the mesh dim 'fsdp'"),
         ("dp=2,pp=2", {}, "no dim 'pp'"),
         ("dp=4", {"strategy": "replicated"}, "every matrix has an owner"),
         ("dp=4", {"bucket_bytes": 0}, "bucket_bytes=0 is not a positive integer"),
         ("dp=4", {"tokens": -1}, "tokens=-1 is not a positive integer"),
-        ("dp=4", {"gather": "later"}, "gather='later' is none of"),
+        ("dp=4", {"gather": "later"}, "gather='later' is neither"),
     ],
 )
 def test_what_is_refused(mesh: str, options: dict[str, Any], words: str) -> None:

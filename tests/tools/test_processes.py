@@ -75,8 +75,8 @@ def stays_away(rank: int) -> None:
 @pytest.mark.parametrize(
     ("function", "args", "says"),
     [
-        (signal.raise_signal, (signal.SIGKILL,), "other was killed by SIGKILL\n  hint: is there memory"),
-        full(os._exit, (0,), "other ended by itself with exit code 0"),
+        (signal.raise_signal, (signal.SIGKILL,), "other was killed by SIGKILL\n  hint: check that there is memory"),
+        full(os._exit, (0,), "other exited with code 0"),
         (raises, (), "other raised KeyError: 'no such layer'"),
         full(leaves, (), "other raised SystemExit: 3"),
         (threading.Lock, (), "other raised TypeError: cannot pickle"),

@@ -97,7 +97,7 @@ def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     ("options", "said"),
     [
         ({"steps": 0}, "steps=0 measures nothing"),
-        ({"layout": "zero1", "options": {"strategy": "owner"}}, "strategy is no option of zero1"),
+        ({"layout": "zero1", "options": {"strategy": "owner"}}, "zero1 has no option strategy"),
         ({"trace": "/nowhere/at/all.json"}, "there is no such folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -85,7 +85,7 @@ def test_a_plan_that_is_followed(tmp_path: Path) -> None:
     assert found.compiled == ("0.weight", "1.weight")
     other = canzona_compile.plan(net(24, 33), mesh="fsdp=2", optimizer=optimizer, hardware="cpu", strategy="owner")
     file.write_text(other.to_json())
-    with pytest.raises(CanzonaError, match="the plan does not know this parameter") as caught:
+    with pytest.raises(CanzonaError, match="the plan does not have this parameter") as caught:
         canzona_compile.verify(named_muon, steps=3, options={"plan": str(file)})
     assert caught.value.at == "1.weight"
 
@@ -142,7 +142,7 @@ def test_small_matrices_are_compared_with_owners_too(capsys: pytest.CaptureFixtu
         pytest.param(muon, {"ranks": 0}, "ranks=0", id="ranks"),
         pytest.param(muon, {"layout": "rows"}, "no layout 'rows'", id="layout"),
         pytest.param(muon, {"layout": "hsdp", "ranks": 3}, "3 is odd", id="odd"),
-        pytest.param(muon, {"limit": 0}, "leaves no time", id="limit"),
+        pytest.param(muon, {"limit": 0}, "is not positive", id="limit"),
         pytest.param(muon, {"options": {"replicate": None}}, "no option 'replicate'", id="replicate"),
         pytest.param(muon, {"options": {"depth": 0}}, "depth=0", id="option"),
         pytest.param(muon, {"json": "."}, "it cannot be written: it is a folder", id="file"),
@@ -193,7 +193,7 @@ def test_the_losses_gradients_are_checked() -> None:
     ("build", "says"),
     [
         ("by_address", "ByAddress.step asks for the address of its parameter"),
-        ("another_every_time", "build() does not make the same values every time\n  at:   0.weight"),
+        ("another_every_time", "build() made different values in two processes\n  at:   0.weight"),
     ],
 )
 def test_usage_errors_on_ranks(build: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:

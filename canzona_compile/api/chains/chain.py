@@ -20,7 +20,7 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 
 
 def chain(*optimizers: Optimizer) -> Chain:
-    """Make one optimizer of several, which step one after the other.
+    """Combine several optimizers into one, which steps them one after the other.
 
     Args:
         optimizers: at least one. No two of them may have a parameter in common. Some may be wrapped already; `wrap`
@@ -37,7 +37,7 @@ def chain(*optimizers: Optimizer) -> Chain:
 
 
 class Chain(Optimizer):
-    """Several optimizers as one, see `chain`.
+    """Several optimizers that behave as one, as `chain` returns them.
 
     Its `state_dict` has the form of a plain optimizer that holds the groups of all. Hooks, schedulers, `GradScaler`,
     pickles, copies and the helpers of `torch.distributed.checkpoint` work as they do with any optimizer.
@@ -72,7 +72,7 @@ class Chain(Optimizer):
         sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if len(groups) != sum(sizes):
             raise CanzonaError(
-                f"the chain has {sum(sizes)} parameter groups and is given {len(groups)}",
+                f"the chain has {sum(sizes)} parameter groups, but {len(groups)} were assigned",
                 at="chain.param_groups",
                 hint="chain.add_param_group(group, to=...) adds a group to one of its optimizers",
             )
@@ -116,11 +116,11 @@ class Chain(Optimizer):
         target = next((own for i, own in enumerate(self.optimizers) if own is to or i == to), None)
         if target is None:
             raise CanzonaError(
-                "a chain has to be told which of its optimizers takes the group"
+                "add_param_group of a chain needs to= to know which optimizer takes the group"
                 if to is None
-                else f"the chain has no such optimizer, to={to if isinstance(to, int) else type(to).__name__}",
+                else f"to={to if isinstance(to, int) else type(to).__name__} is not an optimizer of the chain",
                 at="chain.add_param_group",
-                hint=f"add_param_group(group, to=0), or to=chain.optimizers[0]; {positions(self.optimizers)}",
+                hint=f"call add_param_group(group, to=0), or to=chain.optimizers[0]; {positions(self.optimizers)}",
             )
         given = param_group["params"]
         if not isinstance(given, set):  # of which no optimizer knows the order
@@ -130,7 +130,7 @@ class Chain(Optimizer):
             holder = self.holder(param)
             if holder is not None and holder is not target:
                 raise CanzonaError(
-                    f"{plain_class(holder).__name__} has this parameter, of shape {list(param.shape)}, already",
+                    f"this parameter of shape {list(param.shape)} is already in {plain_class(holder).__name__}",
                     at="chain.add_param_group",
                     hint="give each parameter to one optimizer",
                 )
@@ -253,7 +253,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 def check_members(optimizers: Sequence[Any]) -> None:
     """Raise unless these can step one after the other, see `chain`."""
     if not optimizers:
-        raise CanzonaError("a chain has at least one optimizer", at="chain()", hint="chain(muon, adamw)")
+        raise CanzonaError("a chain needs at least one optimizer", at="chain()", hint="chain(muon, adamw)")
     holders: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         check_member(optimizer)
@@ -266,7 +266,9 @@ def check_members(optimizers: Sequence[Any]) -> None:
                     hint="give each parameter to one optimizer, as canzona_compile.hidden_matrices(model) does",
                 )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise CanzonaError("an optimizer is in the chain twice", at="chain()", hint="name each one once")
+        raise CanzonaError(
+            "the same optimizer was passed to chain twice", at="chain()", hint="pass each optimizer once"
+        )
 
 
 def named_in(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -283,19 +285,21 @@ def check_member(optimizer: Any) -> None:
             "a chain cannot be part of another one", at="chain()", hint="chain(*first.optimizers, another)"
         )
     if isinstance(optimizer, list | tuple):
-        raise CanzonaError("chain takes optimizers, not a list of them", at="chain()", hint="chain(*optimizers)")
+        raise CanzonaError(
+            "chain takes optimizers as separate arguments, not as a list", at="chain()", hint="chain(*optimizers)"
+        )
     if not isinstance(optimizer, Optimizer):
         raise CanzonaError(
             f"chain takes torch.optim.Optimizer objects, not a {type(optimizer).__name__}",
             at="chain()",
-            hint="pass the optimizers themselves, before frameworks wrap them",
+            hint="pass the optimizers before a framework wraps them",
         )
     if required := required_arguments(plain_class(optimizer)):
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step requires {', '.join(required)}: it evaluates the model several "
-            "times per step, and a chain calls the closure once for all its optimizers",
+            f"{plain_class(optimizer).__name__}.step requires {', '.join(required)}, because it evaluates the model "
+            "several times per step, but a chain calls the closure once for all its optimizers",
             at="chain()",
-            hint="step it by itself, next to the chain",
+            hint="leave it out of the chain and call its step() separately",
         )
 
 
@@ -329,10 +333,10 @@ def check_form(optimizer: Optimizer, saved: Mapping[str, Any], ids: Mapping[Any,
     others = [*(saved.keys() - {"state", "param_groups"}), *(saved["state"].keys() - ids.keys())]
     if others:
         raise UnsupportedOptimizer(
-            f"the state dict of {plain_class(optimizer).__name__} holds {', '.join(map(str, others))}, for which the "
-            "state dict of a chain has no place",
+            f"the state dict of {plain_class(optimizer).__name__} contains {', '.join(map(str, others))}, which the "
+            "state dict of a chain cannot store",
             at="chain.state_dict()",
-            hint="save each of chain.optimizers by itself",
+            hint="save the state dict of each optimizer in chain.optimizers separately",
         )
 
 
@@ -342,14 +346,14 @@ def check_sizes(saved: Sequence[int], own: Sequence[int]) -> None:
         raise CanzonaError(
             f"the state dict has {len(saved)} parameter groups, the chain has {len(own)}",
             at="chain.load_state_dict",
-            hint="make the chain of the same optimizers, in the same order, as the one that was saved",
+            hint="build the chain from the same optimizers, in the same order, as when it was saved",
         )
     for number, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
         if theirs != mine:
             raise CanzonaError(
                 f"parameter group {number} has {theirs} parameters in the state dict and {mine} in the chain",
                 at="chain.load_state_dict",
-                hint="make the chain from the same model as the one that was saved",
+                hint="build the chain from the same model as when it was saved",
             )
 
 
@@ -366,14 +370,15 @@ def check_saved(saved: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> No
             foreign, missing = group.keys() & every - own, own - group.keys()
             if foreign and missing:
                 raise CanzonaError(
-                    f"a group for {plain_class(optimizer).__name__} has {min(foreign)} and no {min(missing)}",
+                    f"a saved group for {plain_class(optimizer).__name__} has {min(foreign)!r} but lacks "
+                    f"{min(missing)!r}",
                     at="chain.load_state_dict",
-                    hint="make the chain of the same optimizers, in the same order, as the one that was saved",
+                    hint="build the chain from the same optimizers, in the same order, as when it was saved",
                 )
     known = set(ids_of(saved["param_groups"]))
     if stray := [id_ for id_ in saved["state"] if id_ not in known]:
         raise CanzonaError(
-            f"the state dict has state of {stray[0]!r}, which is in none of its groups",
+            f"the state dict has state for {stray[0]!r}, which is not in any of its parameter groups",
             at="chain.load_state_dict",
-            hint="load what chain.state_dict() or a plain optimizer of the same groups returned",
+            hint="load a state dict that came from chain.state_dict(), or from a plain optimizer with the same groups",
         )

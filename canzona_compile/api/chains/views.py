@@ -25,9 +25,9 @@ class FixedGroups(list[dict[str, Any]]):
 
     def _fixed(self, *_: Any, **__: Any) -> NoReturn:
         raise CanzonaError(
-            "the parameter groups of a chain are those of its optimizers",
+            "param_groups of a chain is a read-only view of the groups of its optimizers",
             at="chain.param_groups",
-            hint="add one with chain.add_param_group(group, to=...); change the list of chain.optimizers[i]",
+            hint="add a group with chain.add_param_group(group, to=...), or change chain.optimizers[i].param_groups",
         )
 
     append = extend = insert = remove = pop = clear = sort = reverse = _fixed

@@ -27,7 +27,7 @@ def hidden_matrices(
     *,
     batch_dims: bool = False,
 ) -> Choice:
-    """Choose which parameters of a model a matrix optimizer trains, such as Muon, and say why.
+    """Choose the parameters of a model that a matrix optimizer such as Muon should train, and say why.
 
     A hidden matrix is a weight with two dims larger than one that is not an embedding, not tied to one, and not an
     output head. Norms, biases, convolutions, embeddings, tables of positions and output heads are others. The model may
@@ -121,12 +121,12 @@ def stack(shape: Shape, experts: bool, batch_dims: bool) -> tuple[str, str]:
 def check_shape(name: str, param: nn.Parameter) -> None:
     """Raise CanzonaError for a parameter whose shape is not that of a matrix of the model."""
     if is_lazy(param):
-        raise CanzonaError("the parameter has no shape yet", at=name, hint="run the model once on a batch before this")
+        raise CanzonaError("the parameter has no shape yet", at=name, hint="run the model once on a batch first")
     if is_flattened(param):
         raise UnsupportedLayout(
-            "FSDP1 has flattened the parameter, so its shape says nothing",
+            "FSDP1 has flattened the parameter, so its shape is lost",
             at=name,
-            hint="shard the model by torch.distributed.fsdp.fully_shard (FSDP2)",
+            hint="shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead",
         )
 
 
@@ -150,11 +150,17 @@ def claims(
     where, found = f"hidden_matrices(model, {argument}=)", dict[str, str]()
     for pattern in [given] if isinstance(given, str) else given:
         if not isinstance(pattern, str):
-            raise CanzonaError(f"{type(pattern).__name__} is not a pattern", at=where, hint="give names, as texts")
+            raise CanzonaError(
+                f"a pattern must be a string, not a {type(pattern).__name__}",
+                at=where,
+                hint="pass strings, such as '*.head.weight'",
+            )
         fits = [name for name in params if fnmatchcase(name, canonical_name(pattern))]
         if not any(name in trained for name in fits):
             only = (
-                f"fits only frozen parameters: {some(fits)}" if fits else f"fits no parameter; there are {some(params)}"
+                f"matches only frozen parameters: {some(fits)}"
+                if fits
+                else f"matches no parameter; the model has {some(params)}"
             )
             raise CanzonaError(f"{pattern!r} {only}", at=where, hint="print(hidden_matrices(model)) shows all names")
         for name in fits:
@@ -168,13 +174,14 @@ def check_claims(wanted: Mapping[str, str], unwanted: Mapping[str, str], trained
     for name, pattern in wanted.items():
         if name in unwanted:
             raise CanzonaError(
-                f"{pattern!r} of matrices= and {unwanted[name]!r} of others= both fit",
+                f"{pattern!r} of matrices= and {unwanted[name]!r} of others= both match this parameter",
                 at=name,
                 hint="make the patterns narrower",
             )
         if trained[name].ndim < 2:
             raise CanzonaError(
-                f"{pattern!r} of matrices= fits a parameter of shape {list(trained[name].shape)}, not a matrix",
+                f"{pattern!r} of matrices= matches a parameter of shape {list(trained[name].shape)}, which is not a "
+                "matrix",
                 at=name,
                 hint="make the pattern narrower: end it with '.weight', or leave out norms",
             )

@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Choice(Printable):
-    """Which parameters are hidden matrices, and why; print it: equal parameters of repeated layers share a line.
+    """The parameters that are hidden matrices, the others, and why. Printed, repeated layers share a line.
 
     Attributes:
         rows: one entry per parameter, in the order of `model.named_parameters()`.

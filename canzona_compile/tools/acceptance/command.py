@@ -44,19 +44,26 @@ RANKS = {"ranks", "two mesh dims", "two stages"}  # needs of steps that show som
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `accept` to its parser."""
     add = parser.add_argument
-    add("part", nargs="?", choices=PARTS, help="run this part alone (default: all of them, in this order)")
-    add("--minutes", type=float, metavar="M", help="end within M minutes; steps that find no time are skipped")
-    add("--dry", action="store_true", help="on the CPU with gloo and tiny matrices; what needs CUDA is skipped")
+    add("part", nargs="?", choices=PARTS, help="run only this part (default: all parts, in this order)")
+    add("--minutes", type=float, metavar="M", help="end within M minutes; skip the steps that do not fit")
+    add("--dry", action="store_true", help="run on the CPU with gloo and tiny matrices; skip steps that need CUDA")
     add(
         "--ranks",
         type=numbers,
         metavar="N,...",
-        help="processes that take the steps, here; several numbers one after the other (default: one per GPU, then 2 "
+        help="number of processes on this machine, or several numbers to run in turn (default: one per GPU, then 2 "
         "and 4 if there are fewer GPUs; dry: 1)",
     )
-    add("--only", action="append", metavar="PATTERN", help="steps by name, as in 'audit/*'; may be repeated")
-    add("--output", type=Path, default=Path(FOLDER), metavar="FOLDER", help="for all results (%(default)s)")
-    add("--list", action="store_true", help="name the steps, what each shows and needs, and which are skipped here")
+    add(
+        "--only",
+        action="append",
+        metavar="PATTERN",
+        help="run only steps with matching names, such as 'audit/*'; may be repeated",
+    )
+    add("--output", type=Path, default=Path(FOLDER), metavar="FOLDER", help="folder for all results (%(default)s)")
+    add(
+        "--list", action="store_true", help="list the steps, what each shows and needs, and which would be skipped here"
+    )
 
 
 def run(given: Namespace) -> int:
@@ -74,16 +81,18 @@ def run(given: Namespace) -> int:
         list_steps(steps, device, ranks_here(given.ranks, device))
         return 0
     if device == "cuda" and not torch.cuda.is_available():
-        raise CanzonaError("there is no CUDA device, and torch sees none", hint="--dry runs it on the CPU, tiny")
+        raise CanzonaError(
+            "torch finds no CUDA device", hint="pass --dry to try the command on the CPU with tiny matrices"
+        )
     if device == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "0":
-        raise CanzonaError("TRITON_INTERPRET is set: kernels would be interpreted", hint="unset TRITON_INTERPRET")
+        raise CanzonaError("TRITON_INTERPRET is set, so kernels would be interpreted", hint="unset TRITON_INTERPRET")
     if "WORLD_SIZE" in os.environ:
         own = launched(device)
         worlds: tuple[int, ...] = (own.places[0].world,)
         if given.ranks is not None and given.ranks != worlds:
             raise CanzonaError(
-                f"--ranks is {','.join(map(str, given.ranks))}, and torchrun started {worlds[0]}",
-                hint="leave one of them out",
+                f"--ranks is {','.join(map(str, given.ranks))}, but torchrun started {worlds[0]} ranks",
+                hint="omit --ranks, or run without torchrun",
             )
     else:
         worlds = ranks_here(given.ranks, device)

@@ -65,11 +65,13 @@ def calibrate(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise CanzonaError("there is no CUDA device", hint="--device cpu measures the processor")
+        raise CanzonaError("there is no CUDA device", hint="pass --device cpu to measure the processor")
     if ranks < 1:
-        raise CanzonaError(f"ranks is {ranks}, not a positive integer", hint="two are enough to measure a link")
+        raise CanzonaError(
+            f"ranks is {ranks}, not a positive integer", hint="pass at least 1; 2 ranks are enough to measure a link"
+        )
     if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise CanzonaError("on CPU calibrate starts its ranks itself", hint="run it without torchrun, with --ranks")
+        raise CanzonaError("calibrate starts its own ranks on CPU", hint="run it without torchrun, with --ranks")
     kind = named_hardware(base or default_base(device))
     how = extent or EXTENTS[device, quick]
     if device == "cuda":

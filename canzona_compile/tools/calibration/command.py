@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `calibrate` to its parser."""
     add = parser.add_argument
-    add("-o", "--output", metavar="FILE", help="write the JSON there instead of to standard output")
-    add("--device", choices=("cpu", "cuda"), help="what to measure (default: CUDA where there is one)")
-    add("--base", metavar="NAME", help="kind of machine, or file, for rates that cannot be measured here")
-    add("--ranks", type=int, default=2, help="gloo processes that are started on CPU (%(default)s)")
-    add("--quick", action="store_true", help="fewer sizes and repetitions")
+    add("-o", "--output", metavar="FILE", help="write the JSON to this file instead of standard output")
+    add("--device", choices=("cpu", "cuda"), help="the device to measure (default: cuda if there is one)")
+    add("--base", metavar="NAME", help="machine or file that gives the rates which cannot be measured here")
+    add("--ranks", type=int, default=2, help="number of gloo processes to start on CPU (%(default)s)")
+    add("--quick", action="store_true", help="measure fewer sizes, with fewer repetitions")
 
 
 def run(given: Namespace) -> int:

@@ -41,36 +41,67 @@ PASSED_ON = (  # arguments of `plan` that are options of the same name
 
 def add_arguments(parser: ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets())}")
-    model.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face decoder")
-    model.add_argument("--params", metavar="FILE", help='shapes by name: {"layers.0.q": [5120, 5120], ...}')
+    model.add_argument("--model", metavar="NAME", help=f"a model that comes with the package: {', '.join(presets())}")
+    model.add_argument("--hf-config", metavar="FILE", help="the config.json of a Hugging Face decoder")
+    model.add_argument(
+        "--params", metavar="FILE", help='JSON file of shapes by parameter name: {"layers.0.q": [5120, 5120], ...}'
+    )
     add = parser.add_argument
-    add("--mesh", required=True, metavar="DIMS", help="as fsdp=32,tp=8; dims are dp, hsdp, fsdp, ep, tp, pp")
+    add(
+        "--mesh",
+        required=True,
+        metavar="DIMS",
+        help="sizes of mesh dims, such as fsdp=32,tp=8; dims are dp, hsdp, fsdp, ep, tp, pp",
+    )
     add(
         "--optimizer",
         default="muon",
         metavar="NAME",
-        help="muon, muon+adamw, normuon, soap, shampoo, module:Class (%(default)s)",
+        help="muon, muon+adamw, normuon, soap, shampoo, or module:Class (%(default)s)",
     )
     add("--hardware", default="h100", metavar="NAME", help="h100, h200, gb300, a100, cpu or file.json (%(default)s)")
-    add("--split", default="qkv,gate-up", metavar="PARTS", help="matrices of their own (%(default)s), or none")
-    add("--strategy", choices=get_args(StrategyOption), default="auto", help="(%(default)s)")
-    add("--planner", choices=NAMES, default="joint", help="of owners (%(default)s)")
-    add("--exact", action="store_true", help="the planner exact: an optimum, or a bound and the gap to it")
-    add("--alpha", type=float, metavar="A", help="the planner alpha, from 0, even exchanges, to 1, even load")
-    add("--capacity", type=int, metavar="BYTES", help="most that a micro-group gathers to one rank")
-    add("--micro-groups", type=int, metavar="N", help="per set of ranks; chosen by predicted time")
+    add(
+        "--split",
+        default="qkv,gate-up",
+        metavar="PARTS",
+        help="fused weights to split into matrices (%(default)s), or none",
+    )
+    add("--strategy", choices=get_args(StrategyOption), default="auto", help="how to distribute matrices (%(default)s)")
+    add("--planner", choices=NAMES, default="joint", help="algorithm that assigns owners (%(default)s)")
+    add(
+        "--exact",
+        action="store_true",
+        help="use the planner exact, which proves an optimum or reports the gap to a bound",
+    )
+    add(
+        "--alpha",
+        type=float,
+        metavar="A",
+        help="use the planner alpha: 0 balances communication, 1 balances computation",
+    )
+    add("--capacity", type=int, metavar="BYTES", help="the most bytes that a micro-group gathers to one rank")
+    add(
+        "--micro-groups",
+        type=int,
+        metavar="N",
+        help="micro-groups per set of ranks (default: chosen by predicted time)",
+    )
     add("--depth", type=int, default=2, metavar="N", help="micro-groups in flight (%(default)s)")
-    add("--numerics", choices=get_args(Numerics), default="exact", help="(%(default)s)")
-    add("--updates", choices=get_args(Updates), default="ddp", help="over dp: as wrap does, or as zero1 does (ddp)")
-    add("--bucket-bytes", type=int, default=BUCKET_BYTES, metavar="BYTES", help="zero1: a bucket's size (%(default)s)")
-    add("--tokens", type=int, default=TOKENS, metavar="N", help="zero1: of a dp rank in a step (%(default)s)")
-    add("--gather", choices=get_args(GatherAt), default="step", help="zero1: parameters, when (%(default)s)")
-    add("--measured", metavar="FILE", help="a report of a run, as JSON: its measured steps are shown beside the plan")
-    add("--rank", type=int, metavar="N", help="a rank whose timeline is wanted")
-    add("--no-alternatives", action="store_true", help="predict this plan alone")
-    add("--format", choices=FORMATS, default="table", help="(%(default)s)")
-    add("-o", "--output", metavar="FILE", help="instead of standard output")
+    add("--numerics", choices=get_args(Numerics), default="exact", help="numerics of the step (%(default)s)")
+    add(
+        "--updates",
+        choices=get_args(Updates),
+        default="ddp",
+        help="how dp ranks share updates: ddp is wrap(replicate=), zero1 is zero1() (%(default)s)",
+    )
+    add("--bucket-bytes", type=int, default=BUCKET_BYTES, metavar="BYTES", help="zero1: size of a bucket (%(default)s)")
+    add("--tokens", type=int, default=TOKENS, metavar="N", help="zero1: tokens per dp rank and step (%(default)s)")
+    add("--gather", choices=get_args(GatherAt), default="step", help="zero1: when to gather parameters (%(default)s)")
+    add("--measured", metavar="FILE", help="JSON report of a run, whose measured steps are shown next to the plan")
+    add("--rank", type=int, metavar="N", help="show the timeline of this rank as well")
+    add("--no-alternatives", action="store_true", help="do not compare with simpler plans")
+    add("--format", choices=FORMATS, default="table", help="output format (%(default)s)")
+    add("-o", "--output", metavar="FILE", help="write to this file instead of standard output")
 
 
 def run(given: Namespace) -> int:
@@ -106,7 +137,7 @@ def planner_of(given: Namespace) -> str:
     names = {name for _, name in asked}
     if len(names) > 1:
         words = " and ".join(f"{option} (the planner {name})" for option, name in asked)
-        raise CanzonaError(f"{words} exclude each other", at="plan", hint="leave all but one of them out")
+        raise CanzonaError(f"{words} cannot be combined", at="plan", hint="pass only one of them")
     return names.pop() if names else "joint"
 
 
@@ -120,8 +151,8 @@ def model_of(given: Namespace) -> Model:
 
 
 def add_diff_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("before", metavar="PLAN_A", help="a plan as JSON")
-    parser.add_argument("after", metavar="PLAN_B", help="another")
+    parser.add_argument("before", metavar="PLAN_A", help="a plan file, from plan --format json")
+    parser.add_argument("after", metavar="PLAN_B", help="the plan file to compare it with")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

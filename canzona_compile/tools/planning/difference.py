@@ -78,7 +78,7 @@ def headline(forecast: Mapping[str, Any], at: str) -> dict[str, Any]:
         )
         return dict(zip(FIGURES, found, strict=True)) | dict(forecast["options"])
     except (LookupError, TypeError, ValueError) as error:
-        said = f"its forecast is wrong: {type(error).__name__}: {error}"
+        said = f"its forecast cannot be read: {type(error).__name__}: {error}"
         raise CanzonaError(said, at=at, hint=MAKE_ANEW) from error
 
 
@@ -112,7 +112,7 @@ def difference_parts(found: Mapping[str, Any]) -> Iterator[Block]:
     elif decided:
         name, (a, b) = next((name, fields["reason"]) for name, fields in found["changed"].items())
         count = plural(len(decided), "matrix", "matrices")
-        yield note(f"{count} decided alike for another reason: {name} {a}, then {b}")
+        yield note(f"{count} decided in the same way for another reason: {name} {a}, then {b}")
 
 
 def figure_text(name: str, value: Any) -> str:

@@ -51,9 +51,9 @@ def held_by(optimizer: Optimizer, module: nn.Module) -> dict[str, int] | None:
         if len(names) != there[shape]:
             raise CanzonaError(
                 f"the optimizer holds {there[shape]} parameters of shape {list(shape)}, the module has {here[shape]}, "
-                "and nothing tells which they are",
+                "so it is unclear which they are",
                 at="plan(..., optimizer=)",
-                hint="make the optimizer from named_parameters() of its model, or from this module's parameters",
+                hint="build the optimizer from model.named_parameters(), or from the parameters of this module",
             )
     return {alike[shape].pop(0): g for _, g, shape, _ in held}
 
@@ -92,9 +92,9 @@ def dealt(model: Model, chain: Chain) -> Model:
     """
     if len(chain.optimizers) > 2:
         raise CanzonaError(
-            f"nothing tells which of the {len(chain.optimizers)} optimizers of the chain updates what",
+            f"it is unclear which of the {len(chain.optimizers)} optimizers of the chain updates which parameter",
             at="plan(..., optimizer=)",
-            hint="pass the module whose parameters the optimizers were made of",
+            hint="pass the module whose parameters the optimizers were built from",
         )
     if len(chain.optimizers) < 2:
         return replace(model, parameters=())

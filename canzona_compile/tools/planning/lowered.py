@@ -70,15 +70,15 @@ def check_zero1(mesh: Mesh, strategy: str, bucket_bytes: int) -> None:
     """Raise CanzonaError for what `zero1` does not take."""
     if unknown := [name for name, _ in mesh.dims if name not in DIMS]:
         raise CanzonaError(
-            f"under ZeRO-1 the mesh has no dim {unknown[0]!r}",
+            f"a ZeRO-1 plan cannot have the mesh dim {unknown[0]!r}",
             at="mesh",
-            hint="dp and tp; plan the stages of a pipeline one by one, and fsdp and experts with --updates ddp",
+            hint="use dp and tp; plan each pipeline stage separately, and plan fsdp or experts with --updates ddp",
         )
     if strategy not in ("auto", "owner"):
         raise CanzonaError(
-            f"under ZeRO-1 every matrix has an owner, strategy={strategy!r} cannot be",
+            f"under ZeRO-1 every matrix has an owner, so strategy={strategy!r} is not possible",
             at="plan",
-            hint='leave strategy out, or pass updates="ddp"',
+            hint='omit strategy, or pass updates="ddp"',
         )
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
         raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="plan(..., bucket_bytes=)")

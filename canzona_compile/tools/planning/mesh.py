@@ -20,7 +20,7 @@ DIMS = {
     "dp": "replicas that torch does not see (DDP): wrap(..., replicate=)",
     "hsdp": "replicas of a sharded model (HSDP)",
     "fsdp": "shards along dim 0 (FSDP2)",
-    "ep": "experts; all other weights take it for one more dim of data parallelism",
+    "ep": "experts; for all other weights, one more dim of data parallelism",
     "tp": "tensor parallelism",
     "pp": "pipeline stages, of consecutive layers",
 }
@@ -76,14 +76,14 @@ def parse_mesh(given: str | Mapping[str, int]) -> Mesh:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise CanzonaError(f"{name} is {size!r}, not a positive integer", at="mesh", hint="as in dp=32,tp=8")
         if name in dict(seen):
-            raise CanzonaError(f"{name} is given twice", at="mesh", hint="once, with the product of the sizes")
+            raise CanzonaError(f"{name} is given twice", at="mesh", hint="give it once, with the product of the sizes")
         seen.append((name, size))
     mesh = Mesh(tuple(seen))
     if mesh.ranks > MOST_RANKS:
         raise CanzonaError(
             f"{mesh.ranks} ranks are more than {MOST_RANKS}",
             at="mesh",
-            hint="replicas do alike: plan for fewer of them",
+            hint="all replicas do the same, so plan for fewer of them",
         )
     return mesh
 

@@ -65,7 +65,7 @@ def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
         raise CanzonaError(
             f"the optimizer cannot be imported: {type(error).__name__}: {error}",
             at=name,
-            hint="module:Class, with the module on the path or in this folder",
+            hint="pass module:Class, with the module on PYTHONPATH or in the current folder",
         ) from error
     return optimizer_of(kind, arguments)
 
@@ -73,7 +73,7 @@ def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
 def optimizer_of(kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """Make an optimizer of a class, over one matrix that stands for all."""
     if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
-        raise CanzonaError(f"{kind!r} is no class of torch.optim.Optimizer")
+        raise CanzonaError(f"{kind!r} is not a subclass of torch.optim.Optimizer")
     return made(lambda: kind([one_matrix()], **arguments), f"{kind.__name__}([matrix])")
 
 
@@ -94,7 +94,8 @@ def made(make: Callable[[], Optimizer], call: str) -> Optimizer:
     except Exception as error:
         raise CanzonaError(
             f"{call} failed: {type(error).__name__}: {error}",
-            hint="in Python, plan(optimizer=...) takes an optimizer that you have made",
+            hint="to set arguments, call canzona_compile.plan(optimizer=...) in Python with an optimizer that you "
+            "built",
         ) from error
 
 

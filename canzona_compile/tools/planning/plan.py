@@ -63,7 +63,7 @@ def plan(
     alternatives: bool = True,
     say: Say = lambda _: None,
 ) -> OfflinePlan:
-    """Plan a step as the runtime would, and predict it.
+    """Plan a step as a run would, and predict its time and memory, without GPUs.
 
     Args:
         model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, for example on the meta device. An
@@ -106,15 +106,15 @@ def plan(
     code = optimizer_from(optimizer, arguments or {})
     found = model_of(model, split, code if isinstance(code, Chain) else optimizer, updates)
     if updates not in get_args(Updates):
-        raise CanzonaError(f"updates={updates!r} is none of {', '.join(map(repr, get_args(Updates)))}", at="plan")
+        raise CanzonaError(f"updates={updates!r} is not one of {', '.join(map(repr, get_args(Updates)))}", at="plan")
     if updates == "zero1":
         check_zero1(sizes, strategy, bucket_bytes)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise CanzonaError(f"tokens={tokens!r} is not a positive integer", at="plan(..., tokens=)")
     if gather not in get_args(GatherAt):
-        raise CanzonaError(f"gather={gather!r} is none of 'step', 'forward'", at="plan(..., gather=)")
+        raise CanzonaError(f"gather={gather!r} is neither 'step' nor 'forward'", at="plan(..., gather=)")
     if rank is not None and not 0 <= rank < sizes.ranks:
-        raise CanzonaError(f"rank {rank} is none of the {sizes.ranks} ranks of {sizes}", at="plan(..., rank=)")
+        raise CanzonaError(f"rank {rank} is not one of the {sizes.ranks} ranks of {sizes}", at="plan(..., rank=)")
     options = Options(
         strategy="owner" if updates == "zero1" else strategy,
         numerics=numerics,
@@ -184,9 +184,10 @@ def check_capacity(owned: Step, capacity: int) -> None:
         needed = bytes_of_wires(placed[task.placed].gather)
         if needed > capacity:
             raise CanzonaError(
-                f"capacity {capacity} is below the {needed} bytes that its owner gathers",
+                f"capacity={capacity} is less than the {needed} bytes that the owner of this matrix gathers",
                 at=task.name,
-                hint=f"at least {max(bytes_of_wires(p.gather) for p in owned.placed)} holds the largest matrix",
+                hint=f"pass at least {max(bytes_of_wires(p.gather) for p in owned.placed)}, the size of the largest "
+                "matrix",
             )
 
 

@@ -22,7 +22,7 @@ from canzona_compile.tools.planning.trace import trace
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OfflinePlan(Printable):
-    """What `canzona_compile.plan` returns: print it, also with rich or in a notebook.
+    """A plan and its forecast, as `canzona_compile.plan` returns them. Print it, or show it in a notebook.
 
     Attributes:
         step: fully scheduled; `canzona_compile.ir.printer.show` prints it.
@@ -84,7 +84,7 @@ def check_installed() -> None:
     """
     if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
         raise CanzonaError(
-            f"the page of a plan needs {missing[0]}, which is not installed",
+            f"the HTML page needs {missing[0]}, which is not installed",
             hint='run `pip install "canzona-compile[page]"`, or choose another format',
         )
 

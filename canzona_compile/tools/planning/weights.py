@@ -172,7 +172,7 @@ def preset(name: str, split: tuple[str, ...]) -> Model:
         raise CanzonaError(
             f"there is no model {name!r}",
             at="model",
-            hint=f"one of {', '.join(presets())}; others by --hf-config or --params",
+            hint=f"use one of {', '.join(presets())}, or describe another model with --hf-config or --params",
         )
     return presets()[name].model(name, split)
 
@@ -190,13 +190,13 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     head_dim = count("head_dim", default=0)
     if not head_dim:
         if hidden % heads:
-            raise wrong(f"hidden_size {hidden} is no multiple of {heads} heads", hint="add head_dim")
+            raise wrong(f"hidden_size {hidden} is not a multiple of {heads} heads", hint="add head_dim")
         head_dim = hidden // heads
     kv_heads = count("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise wrong(
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
-            hint="without num_key_value_heads every head has keys and values of its own",
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+            hint="omit num_key_value_heads if every head has its own keys and values",
         )
     experts = count("num_experts", "num_local_experts", "n_routed_experts", default=0)
     wide = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
@@ -204,12 +204,12 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     if top_k > experts:
         raise wrong(
             f"num_experts_per_tok {top_k} is more than the {experts} experts",
-            hint="it is how many a token meets",
+            hint="num_experts_per_tok is the number of experts that process each token",
         )
     if strange := [name for name, usual in USUAL.items() if config.get(name) not in usual]:
         raise wrong(
-            f"{strange[0]} is {config[strange[0]]!r}, of which it does not follow which matrices each layer has",
-            hint="name the matrices and their shapes by --params",
+            f"{strange[0]} is {config[strange[0]]!r}, so the matrices of each layer are unknown",
+            hint="list the matrices and their shapes in a file and pass it as --params",
         )
     decoder = Decoder(
         layers=count("num_hidden_layers"),
@@ -227,7 +227,7 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     largest = hidden * max(2 * decoder.intermediate, 3 * heads * head_dim)
     if matrices > MOST_MATRICES or largest > MOST_ELEMENTS:
         raise wrong(
-            f"{matrices} matrices of up to {largest} elements are no model",
+            f"{matrices} matrices of up to {largest} elements are too many for a model",
             hint="look at num_hidden_layers, hidden_size, intermediate_size, head_dim and the number of experts",
         )
     return decoder.model(str(config.get("model_type", path.stem)), split)
@@ -269,7 +269,7 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
     everything = [weight_of(key, value, at) for key, value in found.items()]
     weights = tuple(w for w in everything if not w.elementwise)
     if not weights:
-        raise CanzonaError("it names no parameters", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
+        raise CanzonaError("there are no matrices to plan", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
     return Model(
         name,
         weights,
@@ -286,7 +286,7 @@ def weight_of(key: Any, value: Any, at: str) -> ModelWeight:
         CanzonaError: it is absurd.
     """
     if not isinstance(key, str) or not key.isprintable() or not key:
-        raise CanzonaError(f"{key!r} is no name of a parameter", at=at, hint="names have printable characters")
+        raise CanzonaError(f"{key!r} is not a parameter name", at=at, hint="use printable characters")
     wrong = partial(CanzonaError, at=f"{at}: {key}")
     entry = value if isinstance(value, Mapping) else {"shape": value}
     shape, apart = entry.get("shape"), entry.get("elementwise", False)
@@ -308,25 +308,25 @@ def weight_of(key: Any, value: Any, at: str) -> ModelWeight:
         )
     if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer", "elementwise"}):
         raise wrong(
-            f"there is no field {unknown[0]!r}",
-            hint="there are shape, tp, experts, layer and elementwise",
+            f"the field {unknown[0]!r} is unknown",
+            hint="the fields are shape, tp, experts, layer and elementwise",
         )
     cut = entry.get("tp")
     if cut is not None and (not whole(cut) or cut >= len(shape)):
         raise wrong(
-            f"tp is {cut!r}, no dim of {list(shape)}",
-            hint="the dim that tensor parallelism cuts, or leave it out",
+            f"tp is {cut!r}, which is not a dim of {list(shape)}",
+            hint="set tp to the dim that tensor parallelism shards, or omit it",
         )
     if entry.get("experts") is True and cut == 0:
-        raise wrong("tp is 0, the dim of experts", hint="the mesh dim ep deals experts out")
+        raise wrong("tp is 0, the dim of experts", hint="omit tp: the mesh dim ep distributes experts")
     layer = entry.get("layer", layer_of(key))
     if not whole(layer):
-        raise wrong(f"layer is {layer!r}, no number of a layer", hint="0 is the first")
+        raise wrong(f"layer is {layer!r}, which is not a layer number", hint="count layers from 0")
     stack = entry.get("experts", False)
     if not isinstance(stack, bool) or (stack and len(shape) < 3):
         raise wrong(
             f"experts is {stack!r} for a shape of {len(shape)} dims",
-            hint="true says that the first of three or more dims is one of experts",
+            hint="set experts to true only if the first of three or more dims counts experts",
         )
     return ModelWeight(key, tuple(shape), layer, cut, None, stack, apart)
 
@@ -360,9 +360,9 @@ def whole(value: Any) -> bool:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object; raise CanzonaError if it does not."""
-    found = read_json(path, "it has to hold a JSON object")
+    found = read_json(path, "write a JSON object")
     if not isinstance(found, dict):
-        raise CanzonaError("it holds no JSON object", at=str(path), hint="as in {...}")
+        raise CanzonaError("the file is not a JSON object", at=str(path), hint="as in {...}")
     return found
 
 

@@ -13,10 +13,10 @@ from canzona_compile.tools.verification.command import add_run_arguments, run_ar
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `profile` to its parser."""
     add = parser.add_argument
-    add("build", metavar="module:function", help="returns (model, optimizer), on the CPU, as for verify")
-    add("--steps", type=int, default=5, help="to measure (%(default)s)")
-    add("--trace", metavar="FILE", help="write the steps of all ranks as a trace for ui.perfetto.dev")
-    add("--rates", metavar="FILE", help="write the rates that explain the steps, for plan --hardware")
+    add("build", metavar="module:function", help="function that returns (model, optimizer) on the CPU, as for verify")
+    add("--steps", type=int, default=5, help="number of steps to measure (%(default)s)")
+    add("--trace", metavar="FILE", help="write a trace of all ranks for ui.perfetto.dev")
+    add("--rates", metavar="FILE", help="write the measured rates, for plan --hardware")
     add("--json", action="store_true", help="print the report as JSON")
     add_run_arguments(parser)
 

@@ -70,7 +70,7 @@ def profile(
     """
     options = dict(options or {})
     if steps < 1:
-        raise CanzonaError(f"steps={steps} measures nothing", hint="5 steps say enough")
+        raise CanzonaError(f"steps={steps} measures nothing", hint="5 steps are enough")
     check_arguments(max(2, steps), ranks, layout, limit, options)
     check_output(trace, "trace")
     check_output(rates, "rates")

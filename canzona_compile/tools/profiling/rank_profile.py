@@ -85,7 +85,9 @@ def run_profiled(rank: int, order: Order, learns: bool) -> RankProfile:
             tell(f"step {number + 1} of {before + order.steps}", number + 1, before + order.steps)
     found = reduce(both_measured, [session.measuring.found for session in optimizer.canzona.sessions])
     if found is None:
-        raise CanzonaError("the last step made a new plan, so there is nothing to show", hint="measure more steps")
+        raise CanzonaError(
+            "the last step made a new plan, so no step of the old plan is left to show", hint="measure more steps"
+        )
     offset = offset_to_first()
     report = optimizer.canzona.report() if rank == 0 else None
     learnt = None

@@ -34,12 +34,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `tune` to its parser."""
     add = parser.add_argument
     add("shapes", nargs="*", metavar="BxMxN", help=f"batches of matrices (default: {' '.join(SHAPES)})")
-    add("--dtype", choices=DTYPES, help="what the products compute in (default: both, Gram iterations take float16)")
-    add("--rounds", type=int, default=15, help="how often all candidates take their turn (%(default)s)")
-    add("--dry-run", action="store_true", help="measure and print, but keep nothing for later runs")
-    add("--dry", action="store_true", help="tiny and on the CPU, with the library alone: says nothing of a GPU")
-    add("--minutes", type=float, metavar="M", help="begin no product after M minutes")
-    add("--output", type=Path, metavar="FOLDER", help="write each verdict there at once, and a copy of what is kept")
+    add("--dtype", choices=DTYPES, help="dtype of the products (default: both; Gram iterations use float16)")
+    add("--rounds", type=int, default=15, help="how often each candidate is measured (%(default)s)")
+    add("--dry-run", action="store_true", help="measure and print, but do not save results for later runs")
+    add(
+        "--dry",
+        action="store_true",
+        help="try the command on the CPU with tiny shapes and only the library; says nothing about a GPU",
+    )
+    add("--minutes", type=float, metavar="M", help="start no new product after M minutes")
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="write each result to this folder at once, and a copy of what is saved",
+    )
 
 
 def run(given: Namespace) -> int:
@@ -53,9 +62,11 @@ def run(given: Namespace) -> int:
     """
     shapes = [_parsed(text) for text in given.shapes or SHAPES]
     if given.rounds < 1:
-        raise CanzonaError(f"--rounds has to be 1 or more, not {given.rounds}")
+        raise CanzonaError(f"--rounds must be at least 1, not {given.rounds}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise CanzonaError("ranks that tune at once share a GPU and time one another", hint="run it without torchrun")
+        raise CanzonaError(
+            "ranks that tune at the same time would disturb each other's timings", hint="run it without torchrun"
+        )
     began = time.monotonic()
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
@@ -86,7 +97,7 @@ def run(given: Namespace) -> int:
 
 def _current_device() -> int:
     if not torch.cuda.is_available():
-        raise CanzonaError("there is no CUDA device to tune on; without one all products are the library's")
+        raise CanzonaError("there is no CUDA device to tune for; without one, all products use the library")
     return int(torch.cuda.current_device())
 
 
@@ -94,9 +105,9 @@ def _tuned_machine(device: torch.device) -> GpuKind:
     """The kind of a device for which there are kernels."""
     here = machine(device)
     if here is None:
-        raise CanzonaError("Triton is not installed, or this is no NVIDIA GPU; all products are the library's")
+        raise CanzonaError("Triton is not installed, or this is not an NVIDIA GPU; all products use the library")
     if not candidates("sym_gemm", here.arch):
-        raise CanzonaError(f"there are no kernels for sm_{here.arch}; all products are the library's")
+        raise CanzonaError(f"there are no kernels for sm_{here.arch}; all products use the library")
     return here
 
 
@@ -171,6 +182,6 @@ def _parsed(text: str) -> tuple[int, int, int]:
     if len(sizes) == 2:
         sizes = ["1", *sizes]
     if len(sizes) != 3 or not all(s.isdecimal() and int(s) for s in sizes):
-        raise CanzonaError("a shape is BATCHxROWSxCOLUMNS, or ROWSxCOLUMNS", at=text)
+        raise CanzonaError("write a shape as BATCHxROWSxCOLUMNS or ROWSxCOLUMNS", at=text)
     batch, rows, columns = map(int, sizes)
     return batch, rows, columns

@@ -38,7 +38,7 @@ OPTIONS = sorted({field.name for field in fields(Options)} - NOT_GIVEN)
 
 @dataclass(frozen=True, slots=True)
 class Verification(Findings, Printable):
-    """The result of `verify`: ask for `.ok`, print it, or hand on its `to_json()`."""
+    """The result of `verify`. Read `.ok`, print it, or save its `to_json()`."""
 
     text_width = 120
 
@@ -61,7 +61,7 @@ def verify(
     json: str | Path | None = None,
     limit: float = 600.0,
 ) -> Verification:
-    """Step the wrapped optimizer on gloo ranks and the plain one on one device, and compare every leaf.
+    """Compare the wrapped optimizer on gloo ranks with the plain one on one device, bit by bit.
 
     This starts `ranks` + 1 processes of one thread. One runs the plain optimizer on whole tensors. The others shard the
     parameters, wrap the optimizer, take the plain run's gradients, and compare their part of each parameter and of each
@@ -98,8 +98,9 @@ def verify(
     check_output(json, "json")
     if layout == "zero1" and ranks & (ranks - 1):
         raise CannotVerify(
-            f"zero1 averages gradients, which rounds on {ranks} ranks, so bits would differ from the plain optimizer's",
-            hint="take 2, 4 or 8 ranks",
+            f"zero1 averages gradients, which is not exact on {ranks} ranks, so bits would differ from the plain "
+            "optimizer",
+            hint="use 2, 4 or 8 ranks",
         )
     begin, source = time.monotonic(), packed(build)
     tell("starting processes", 0, steps)
@@ -139,20 +140,20 @@ def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, op
         CanzonaError: an argument is out of its range, or an option does not exist here.
     """
     if steps < 2:
-        raise CannotVerify(f"steps={steps} checks nothing", hint="take 2 or more: the first step is eager")
+        raise CannotVerify(f"steps={steps} checks nothing", hint="use 2 or more, because the first step is eager")
     if ranks < 1:
         raise CannotVerify(f"ranks={ranks} is not positive")
     if layout not in get_args(LayoutName):
         raise CannotVerify(f"there is no layout {layout!r}", hint=f"one of {', '.join(get_args(LayoutName))}")
     if layout == "hsdp" and ranks % 2:
-        raise CannotVerify(f"hsdp halves the ranks, and {ranks} is odd", hint="take an even number")
+        raise CannotVerify(f"hsdp halves the ranks, and {ranks} is odd", hint="use an even number of ranks")
     if layout == "zero1" and "strategy" in options:
-        raise CannotVerify("strategy is no option of zero1: each matrix has one owner", hint="leave it out")
+        raise CannotVerify("zero1 has no option strategy: each matrix has one owner", hint="leave it out")
     if limit <= 0:
-        raise CannotVerify(f"limit={limit} leaves no time")
+        raise CannotVerify(f"limit={limit} is not positive")
     if unknown := sorted(options.keys() - set(OPTIONS)):
         raise CannotVerify(
-            f"there is no option {unknown[0]!r} here",
-            hint=f"{', '.join(OPTIONS)}; replicate follows from layout",
+            f"verify has no option {unknown[0]!r}",
+            hint=f"use {', '.join(OPTIONS)}; layout determines replicate",
         )
     Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})

@@ -16,8 +16,12 @@ from canzona_compile.tools.verification.layouts import LayoutName
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `verify` to its parser."""
     add = parser.add_argument
-    add("build", metavar="module:function", help="returns (model, optimizer) or (model, optimizer, loss), on the CPU")
-    add("--steps", type=int, default=5, help="to compare (%(default)s)")
+    add(
+        "build",
+        metavar="module:function",
+        help="function that returns (model, optimizer) or (model, optimizer, loss) on the CPU",
+    )
+    add("--steps", type=int, default=5, help="number of steps to compare (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
     add_run_arguments(parser)
 
@@ -25,15 +29,21 @@ def add_arguments(parser: ArgumentParser) -> None:
 def add_run_arguments(parser: ArgumentParser) -> None:
     """Add what says how a user's model runs on gloo ranks: how many, its layout, and options of `wrap`."""
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="gloo processes (%(default)s)")
+    add("--ranks", type=int, default=2, help="number of gloo processes (%(default)s)")
     add(
         "--layout",
         choices=get_args(LayoutName),
         default="fsdp",
-        help="of the parameters (%(default)s)",
+        help="how parameters are sharded (%(default)s)",
     )
-    add("--seed", type=int, default=0, help="of build and of random gradients (%(default)s)")
-    add("--limit", type=float, default=600.0, metavar="SECONDS", help="until the processes are ended (%(default)s)")
+    add("--seed", type=int, default=0, help="seed for build and for random gradients (%(default)s)")
+    add(
+        "--limit",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="seconds before the processes are killed (%(default)s)",
+    )
     wrap = parser.add_argument_group("options of wrap")
     for name, kind in (("strategy", StrategyOption), ("numerics", Numerics), ("missing-grads", MissingGrads)):
         wrap.add_argument(f"--{name}", choices=get_args(kind))

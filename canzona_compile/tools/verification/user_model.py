@@ -102,7 +102,7 @@ def packed(build: Build | str) -> str | bytes:
         raise CannotVerify(
             f"build cannot be sent to other processes: {error}",
             at=name_of(build),
-            hint="define it at the top level of a module, not inside a function, or give 'module:function'",
+            hint="define it at the top level of a module, or pass 'module:function'",
         ) from error
 
 
@@ -142,13 +142,13 @@ def built(build: str | bytes, seed: int) -> Built:
     for what, value, right in (
         ("first a torch.nn.Module", model, isinstance(model, nn.Module)),
         ("second a torch.optim.Optimizer", optimizer, isinstance(optimizer, Optimizer)),
-        ("third a function loss(model, step)", loss, loss is None or callable(loss)),
+        ("return a function loss(model, step) as the third element", loss, loss is None or callable(loss)),
     ):
         if not right:
             problem = f"build() must return {what}, not a {type(value).__name__}"
             raise CannotVerify(problem, at=name_of(function), hint=RETURNS)
     if is_wrapped(optimizer):
-        raise CannotVerify("build() returned a wrapped optimizer", hint="leave out wrap: verify wraps it by itself")
+        raise CannotVerify("build() returned a wrapped optimizer", hint="return the plain optimizer; verify wraps it")
     for own in members_of(inside(optimizer)):
         check_step_signature(type(own))
     found = Built(model, optimizer, loss, names_of(model, optimizer))
@@ -163,7 +163,7 @@ def loaded(build: str | bytes) -> Build:
             function: Build = pickle.loads(build)
         return function
     module, _, attribute = build.partition(":")
-    with blamed(f"importing {module}", "start in the folder that the module lies in, or set PYTHONPATH"):
+    with blamed(f"importing {module}", "run in the folder of the module, or set PYTHONPATH"):
         found: Any = importlib.import_module(module)
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -183,9 +183,11 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
 def check_params(found: Built) -> None:
     """Refuse an optimizer without parameters, and parameters that are sharded or not on the CPU."""
     if not found.params:
-        raise CannotVerify("the optimizer has no parameters", hint="give it those of the model")
+        raise CannotVerify("the optimizer has no parameters", hint="build it from model.parameters()")
     for name, param in zip(found.names, found.params, strict=True):
         if isinstance(param, DTensor):
-            raise CannotVerify("the parameter is sharded already", at=name, hint="leave that to verify")
+            raise CannotVerify(
+                "the parameter is already sharded", at=name, hint="return an unsharded model; verify shards it"
+            )
         if param.device.type != "cpu":
             raise CannotVerify(f"the parameter is on {param.device}", at=name, hint="build on the CPU")

@@ -68,13 +68,13 @@ class RankOutcome:
 def run_plain(order: Order, folder: str) -> None:
     """Run all steps of the plain optimizer on whole tensors, and write them into the journal of a folder."""
     made, journal = built(order.build, order.seed), Journal(folder)
-    with blamed("saving parameters and state", "verify compares what can be pickled"):
+    with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
         journal.write(0, StepPage((), made.leaves()))
     for step in range(1, order.steps + 1):
         grads = gradients(made, order.seed, step, order.options.get("missing_grads", "skip"))
         with blamed(f"step {step} of the plain optimizer"):
             made.optimizer.step()
-        with blamed("saving parameters and state", "verify compares what can be pickled"):
+        with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
             journal.write(step, StepPage(grads, made.leaves()))
 
 
@@ -191,12 +191,12 @@ def check_same_start(found: Leaves, expected: Leaves) -> None:
         name, leaf = key
         where = name if leaf == PARAMETER else f"{name} {leaf}"
         if key not in found or key not in expected:
-            problem = "build() does not make the same parameters every time"
+            problem = "build() made different parameters in two processes"
         elif not distance(found[key], expected[key]).equal:
-            problem = "build() does not make the same values every time"
+            problem = "build() made different values in two processes"
         else:
             continue
-        hint = "seed what it draws from: random, torch and numpy are seeded already; mind the order of sets"
+        hint = "random, torch and numpy are already seeded; seed other generators, and do not rely on the order of sets"
         raise CannotVerify(problem, at=where, hint=hint)
 
 
