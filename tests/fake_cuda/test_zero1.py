@@ -30,10 +30,10 @@ SCRIPTS: dict[str, Script] = {
     "gathered by modules, on a stream beside": Script(options=FORWARD, side=True),
     "uneven, clipped, accumulated": Script("chain", UNEVEN, clip=1.0, accumulate=2, options=SMALL, rates={3: 0.02}),
     "replicas": Script(world=4, replicas=2, clip=1.0, options=FORWARD),
+    "missing gradients": Script(options=FORWARD, missing={2: {0: ("b",)}, 3: {0: ("b",), 1: ("b",)}}, side=True),
     "gathered by step, on a stream beside": Script(options=SMALL, side=True, accumulate=2),
     "a table that is cut": Script("chain", CUT, clip=1.0, side=True, options={"bucket_bytes": 2**17}),
     "a bucket per parameter": Script("chain", UNEVEN, options={"bucket_bytes": 1, "gather": "forward"}),
-    "missing gradients": Script(options=FORWARD, missing={2: {0: ("b",)}, 3: {0: ("b",), 1: ("b",)}}, side=True),
     "rows on other ranks": Script("chain", world=4, tp=2, clip=1.0, side=True, options=FORWARD),
     "bfloat16 that travels as float32": Script(
         world=4,
@@ -63,7 +63,7 @@ def right(name: str) -> list[RankResult]:
     return prompt
 
 
-@pytest.mark.parametrize("name", first(SCRIPTS, 3))
+@pytest.mark.parametrize("name", first(SCRIPTS, 4))
 @pytest.mark.parametrize("seeds", [range(2), *also([range(2, 4)])], ids=str)
 def test_bits_of_the_plain_optimizer(name: str, seeds: range) -> None:
     script = SCRIPTS[name]
