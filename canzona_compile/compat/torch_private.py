@@ -255,7 +255,7 @@ def extras() -> list[tuple[Any, str, Any]]:
         # Whether a function is `local_map`. Nobody has it whose module is not loaded.
         (local_map, "should_wrap_in_hop", lambda real: staticmethod(lambda v: func_map in sys.modules and real(v))),
     ]
-    there = [(owner, name, make) for owner, name, make in found if hasattr(owner, name)]
+    there = [(owner, name, make) for owner, name, make in found if name in getattr(owner, "__dict__", ())]
     return [(owner, name, make(getattr(owner, name))) for owner, name, make in there]
 
 
