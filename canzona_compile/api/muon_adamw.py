@@ -50,8 +50,8 @@ def muon_adamw(
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
 
     Raises:
-        CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one that is not a matrix, or `wrap`
-            or `zero1` refuses the call.
+        CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one that is not a matrix, or
+            `wrap` or `zero1` refuses the call.
         TypeError: there is no such option.
     """
     choice = hidden_matrices(model, matrices, others)

@@ -209,7 +209,7 @@ class Reduction:
         self._start_complete()
 
     def _begin(self) -> None:
-        """Begin a new reduction of gradients: announce it, and go on. The answer is read before the first collective."""
+        """Begin a new reduction of gradients: announce it and go on. The answer is read before the first collective."""
         self._announced = None
         self._pass += 1
         self.announcer.check()

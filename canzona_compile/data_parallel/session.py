@@ -176,7 +176,7 @@ class OwnerSession(Session):
     # -- state -----------------------------------------------------------------------------------------
 
     def partners(self) -> dict[Ranks, str]:
-        """Find the sets of ranks that portable state is gathered from: all data-parallel ranks while it is distributed."""
+        """Find the sets of ranks that portable state is gathered from: all data-parallel ranks if not yet gathered."""
         found = super().partners()
         if self._apart and self._whole is not None:
             names = "\n".join(fragment.name for fragment in self.fragments)
