@@ -179,7 +179,7 @@ def show(given: Any, members: Sequence[Any], chain: Chain | None) -> None:
         attach_chain(chain)
     if given is chain or given is members[0]:
         return
-    known = getattr(given, "canzona", None)  # an object may hand on that of the only optimizer
+    known = getattr(given, "canzona", None)  # a proxy may forward the attribute of its only optimizer
     one: Any = chain if chain is not None else members[0] if len(members) == 1 else None
     handle = handle_of(members, known) if one is None else one.canzona
     if known is not handle:
