@@ -133,7 +133,7 @@ class Zero1ChainCanzona(Zero1Canzona, ChainCanzona):
         return replace(self.sessions[0].reported(), optimizer="+".join(kinds))  # the plan names those with matrices
 
     def _may_look_ahead(self) -> bool:
-        return False  # a step of each optimizer has an announcement of its own
+        return False  # each optimizer announces its own step
 
 
 class CanzonaChain(Chain):
@@ -157,7 +157,7 @@ class CanzonaChain(Chain):
         self.canzona = handle_of(self.optimizers)
 
 
-# What Optimizer.__init__ does to a class on first use. A train step that is compiled as a whole breaks here.
+# Optimizer.__init__ does this to a class on first use. A train step that is compiled as a whole breaks here.
 hooked: Any = outside_dynamo(Optimizer.profile_hook_step(CanzonaChain.step))
 hooked.hooked = True
 CanzonaChain.step = hooked  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.snapshot import changed
 
-STEPS = 50  # that are tried; an object may do something else every tenth step
+STEPS = 50  # that are tried, because an object may do something different every tenth step
 
 
 class Noted(Optimizer):
@@ -71,7 +71,7 @@ def only_steps(holder: Any, inner: tuple[Optimizer, ...]) -> bool:
             noted = [Noted([[stand_in(p) for p in g["params"]] for g in o.param_groups], o, called) for o in inner]
             for original, one in zip(inner, noted, strict=True):
                 copies.put(original, one)
-            for group in getattr(holder, "param_groups", ()):  # of its own, with the same parameters
+            for group in getattr(holder, "param_groups", ()):  # the holder has its own groups with the same parameters
                 for param in group["params"]:
                     stand_in(param)
             tried = object.__new__(type(holder))
@@ -88,7 +88,7 @@ def only_steps(holder: Any, inner: tuple[Optimizer, ...]) -> bool:
                     return False
             finally:
                 before.restore()
-    except Exception:  # whatever the object raises on stand-ins
+    except Exception:  # the object may raise anything on stand-ins
         return False
     return True
 

@@ -68,9 +68,9 @@ def wrap(
 
     Args:
         optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
-            another, or a chain of such. Parameters may be plain tensors or DTensors. Of an object around optimizers,
-            whose step does nothing but step each of them (torchtitan's container, Accelerate's and Lightning's
-            proxies), those inside are wrapped.
+            another, or a chain of such optimizers. Parameters may be plain tensors or DTensors. If this is an object
+            that only steps the optimizers inside it (torchtitan's container, Accelerate's and Lightning's proxies),
+            these are wrapped.
         replicate: the one-dimensional mesh, or the process group, over which parameters are equal copies, as under
             DDP: plain parameters, or DTensors of another mesh (tensor parallel). These ranks then share the work.
             Without `replicate` every rank computes such parameters alone.
@@ -82,20 +82,21 @@ def wrap(
         capacity: the most bytes that one micro-group gathers to one rank; a larger matrix is a micro-group of its own.
         micro_groups: how many micro-groups to aim at; None chooses by predicted time.
         depth: how many micro-groups are in flight at once; with 1 nothing overlaps.
-        missing_grads: "skip" leaves parameters out whose `grad` is None, as the plain optimizer does; it is an
-            error if a gradient is missing on some ranks only. "zero" takes a missing gradient as zeros.
+        missing_grads: "skip" skips parameters whose `grad` is None, as the plain optimizer does; it is an error
+            if a gradient is missing on some ranks only. "zero" treats a missing gradient as zeros.
         stagger: whether to spread the work that is done every k steps (eigendecompositions) over steps, so that no
             step does it for all matrices. Each matrix then reads its counters as if it were up to k - 1 steps ahead.
         split: the parameters that hold several matrices, by pattern of their names ("*.qkv.weight"): the rows of
             each part by its name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split`, which also says how the parts lie.
             The optimizer sees each part as a parameter of its own. Checkpoints hold state that is not shaped like the
             parameter per part, so that only the same split can load it.
-        layout: how plain tensors are sharded that are fragments (Megatron, DeepSpeed AutoTP, tensor parallelism by
-            hand): by pattern of their names, or as a function of name and parameter, a `DeviceMesh` with one placement
-            per mesh dim, {"*.fc1.weight": (mesh, [Shard(0)])}; None for what every rank holds whole. Of several
-            patterns that match, the first one counts. A mesh alone is the tensor-parallel mesh of the parameters that
-            have Megatron's attributes `tensor_model_parallel`, `partition_dim` and `partition_stride`. Fragments may
-            differ in size; ranks tell each other at the first step.
+        layout: how plain tensors are sharded if each rank holds a fragment (Megatron, DeepSpeed AutoTP, tensor
+            parallelism by hand). Pass a dict from patterns of names to a `DeviceMesh` and one placement per mesh dim,
+            {"*.fc1.weight": (mesh, [Shard(0)])}, with None for parameters that every rank holds whole, or a function of
+            name and parameter that returns this. The first pattern that matches counts. A mesh alone is the
+            tensor-parallel mesh of the parameters that have Megatron's attributes `tensor_model_parallel`,
+            `partition_dim` and `partition_stride`. Fragments may differ in size; ranks tell each other at the first
+            step.
         model: gives the parameters their names, for `split`, `layout` and reports, if a parameter group has no
             `param_names`.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
@@ -114,9 +115,8 @@ def wrap(
 
     Raises:
         CanzonaError: `optimizer` is not an optimizer, evaluates its closure several times per step, or is wrapped with
-            other options; `model` lacks some of its parameters; `split` or `layout` is impossible; a file holds no
-            plan.
-            The first `step` checks what depends on parameters and gradients.
+            other options; `model` lacks some of its parameters; `split` or `layout` is impossible; a file is not a
+            plan. The first `step` checks what depends on parameters and gradients.
     """
     held = inside(optimizer)
     members, chain = members_of(held), chain_of(held)
@@ -179,7 +179,7 @@ def show(given: Any, members: Sequence[Any], chain: Chain | None) -> None:
         attach_chain(chain)
     if given is chain or given is members[0]:
         return
-    known = getattr(given, "canzona", None)  # an object may hand on that of the only optimizer
+    known = getattr(given, "canzona", None)  # a proxy may forward the attribute of its only optimizer
     one: Any = chain if chain is not None else members[0] if len(members) == 1 else None
     handle = handle_of(members, known) if one is None else one.canzona
     if known is not handle:
@@ -316,7 +316,7 @@ def no_optimizer(given: object) -> CanzonaError:
     problem = f"wrap takes a torch.optim.Optimizer, not a {type(given).__name__}"
     hint = "pass the optimizer before a framework wraps it"
     if isinstance(given, type) and issubclass(given, Optimizer):
-        problem = f"wrap takes an optimizer, but {given.__name__} is an optimizer class"
+        problem = f"wrap takes a torch.optim.Optimizer, but {given.__name__} is an optimizer class"
         hint = f"call wrap({given.__name__}(parameters, ...)); if a framework needs a class, wrap_cls({given.__name__})"
     elif isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
         problem = f"wrap takes one optimizer, not a {type(given).__name__} of {len(given)}"

@@ -37,7 +37,7 @@ def check_wrappable(optimizer: Optimizer) -> None:
     """
     kind = type(optimizer)
     check_step_signature(kind)
-    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy passes `hasattr` on to its inner optimizer
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy forwards `hasattr` to its inner optimizer
         raise UnsupportedOptimizer(
             f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
             hint="if it is a wrapper around another optimizer, wrap that one",
@@ -146,7 +146,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
         "_canzona_plain_class": plain,
     }
     made: Any = type(f"Canzona{plain.__name__}", (plain,), members)
-    # What Optimizer.__init__ does to a class on first use. A train step that is compiled as a whole breaks here.
+    # Optimizer.__init__ does this to a class on first use. A train step that is compiled as a whole breaks here.
     hooked = outside_dynamo(Optimizer.profile_hook_step(step))
     hooked.hooked = True  # type: ignore[attr-defined]
     made.step = hooked

@@ -24,7 +24,7 @@ from canzona_compile.runtime.process_groups import over_gloo
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Buckets that are reduced, or gathered, at once; each holds memory of its own. More gain nothing: simulated iterations
+# Buckets that are reduced, or gathered, at once; each has its own memory. More do not help: simulated iterations
 # of Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or the processors are the bottleneck.
 IN_FLIGHT = 2
 

@@ -78,7 +78,7 @@ class Zero1:
         self._names: dict[Session, frozenset[str]] = {own: frozenset(f.name for f in own.fragments) for own in sessions}
         self._order = list(sessions)  # of the optimizers, in messages
         self._model = weakref.ref(model)
-        # Gradients refer to it. Python's collector does not see what hangs on tensors, so it would keep all alive.
+        # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
         ledger: Zero1 = weakref.proxy(self)
         self.reduction = Reduction(filling, group, wire, announcer, ledger, zeros)
         self.gathering = Gathering(filling, group, announcer)
@@ -91,9 +91,9 @@ class Zero1:
         self._scalings: list[str] = []  # of the gradients that were reduced last
         self._scaled = 0  # the number of those gradients
         self._used = 0  # the number of the gradients that an optimizer has stepped with
-        self._state = ""  # what ranks must know of the state of the optimizer that steps
+        self._state = ""  # what the ranks compare about the state of the optimizer that steps
         self._announcing = False  # whether this step was announced
-        self._agreed = False  # whether all ranks take it, and it is not over
+        self._agreed = False  # whether all ranks take this step, and it is not over
         self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
         self._hooks: list[RemovableHandle] = [
             *self.reduction.hooks,
@@ -132,7 +132,7 @@ class Zero1:
         except BaseException as error:
             if self._agreed or not isinstance(error, Exception):
                 self.announcer.interrupt(error)
-            elif not self._announcing:  # the other ranks must hear of it, and nothing has begun
+            elif not self._announcing:  # the other ranks must learn of it, and nothing has started
                 told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
                 self._begun(session, told)
             raise
@@ -211,7 +211,7 @@ class Zero1:
             return
         present = self.reduction.present
         updated = self._names[session] & present
-        if self.gather == "step":  # of a bucket that optimizers share, what this one may have updated
+        if self.gather == "step":  # of a shared bucket, the part that this optimizer may have updated
             own, part = self._names[session], self.gathering.filling.part
             self._gather([part(i, own) for i, held in enumerate(self._held) if held & updated])
             return
@@ -244,7 +244,7 @@ class Zero1:
         """
         if any(self._stepped) or self.gathering.unsettled:
             self._meet()
-        with torch.enable_grad():  # which does not meet once more
+        with torch.enable_grad():  # so this does not wait for the ranks again
             self.flush()
         self.gathering.wait()
         if self.forward is not None:

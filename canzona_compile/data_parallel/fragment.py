@@ -131,7 +131,7 @@ class Fragment:
         if grad is None:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
-            # Tensor parallelism leaves sums over its ranks to be taken where a parameter saw some of the work only.
+            # Under tensor parallelism, gradients of replicated parameters may be partial sums over its ranks.
             grad = self.param.grad = grad.redistribute(placements=self.param.placements)
         own = local_part(grad)
         if grad.layout is not torch.strided or own.dtype != self.param.dtype or own.shape != self._local().shape:
@@ -155,7 +155,7 @@ class Fragment:
     def lend(self) -> None:
         """Give doubles that are copies the values of their slices, and all of them gradients, if there is one."""
         if self.division is not None:
-            self.values()  # raises if they are those of other memory
+            self.values()  # raises if the storage was replaced
         self.view.take_values()
         grad = self.param.grad
         if isinstance(grad, ReducedGradient):

@@ -157,7 +157,7 @@ class ForwardHooks:
 
     def __init__(self, model: nn.Module, gathering: Gathering, settle: Callable[[], None]) -> None:
         self.gathering, self._settle = gathering, settle
-        self._early: set[str] = set()  # parameters that were updated and not whole since
+        self._early: set[str] = set()  # parameters that were updated and are not whole yet
         self._called: set[str] = set()  # parameters whose modules have been called since
         self._begun = False  # whether a forward pass of the model has begun since
         self._at_begin: tuple[str, ...] = ()  # parameters that the whole forward pass waits for
@@ -170,7 +170,7 @@ class ForwardHooks:
     def _hook(self, module: nn.Module) -> None:
         """Let a module and those in it wait. Compiled code calls no hooks inside, so it waits for all it reads."""
         compiled = is_optimized(module)
-        # Attention reads the weights of its last layer without calling it.
+        # MultiheadAttention reads the weights of its output layer without calling it.
         inside = compiled or isinstance(module, nn.MultiheadAttention) or module._compiled_call_impl is not None
         names = tuple(
             dict.fromkeys(self._known[id(p)] for p in module.parameters(recurse=inside) if id(p) in self._known)
@@ -189,7 +189,7 @@ class ForwardHooks:
             with during(gathering.clock, RETURN):
                 gathering.start()
         else:
-            self._settle()  # no backward pass will tell whether a parameter was read too early
+            self._settle()  # no backward pass will show whether a parameter was read too early
         self._called |= set(self._at_begin)
         gathering.wait_for(self._at_begin)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from canzona_compile.compat.torch_private import outside_dynamo
 
-MARK = "_canzona_zero1"  # on parameters whose gradients are reduced already
+MARK = "_canzona_zero1"  # on parameters whose gradients are already reduced
 
 
 class Hook:

@@ -100,7 +100,7 @@ def plan_model(
     trained: list[list[BoundParam]] = []
     for capture, own in zip(captures, options, strict=True):
         bare = Binder(capture.optimizer, replace(own, replicate=group), capture).exchanged().bind()
-        # What stands for a piece may be a copy of its rows, which nobody needs here.
+        # The stand-in of a piece may be a copy of its rows, which is not needed here.
         light = [
             b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
         ]

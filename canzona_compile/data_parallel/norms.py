@@ -79,7 +79,7 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
     all_reduce(found, op, (group.shard,), watch)  # replicas hold the same shards, which count once
     norms = list(found.unbind())
     for cut, own in cut_by_mesh(present).items():
-        # An index that is a list would be sent to the device, and the host would wait for that.
+        # A list as the index would be copied to the device, and the host would wait for the copy.
         values = torch.stack([norms[i] for i in own])
         all_reduce(values, op, cut.groups(), watch)
         put(norms, own, values.unbind())

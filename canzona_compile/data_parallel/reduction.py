@@ -36,7 +36,7 @@ from canzona_compile.runtime.channel import Announcement
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.runtime.waiter import Waiter
 
-CALL = "backward()"  # what this announces
+CALL = "backward()"  # the call that this announces
 REDUCE = "reduce"  # the act of a measured step
 
 
@@ -137,7 +137,7 @@ class Reduction:
             self._paused = before
 
     def _hook_of(self, fragment: Fragment) -> Callable[[Tensor], None]:
-        # Python's collector does not see the hooks of tensors: a reference to the parameter would keep all alive.
+        # Python's garbage collector does not see hooks of tensors: a reference to the parameter would keep all alive.
         reference, name = weakref.ref(self), fragment.name
 
         def arrived(_: Tensor) -> None:
@@ -156,7 +156,7 @@ class Reduction:
         """Inside this context, tell the other ranks of any error, so that none of them waits for this rank."""
         try:
             yield
-        except BaseException as error:  # an interrupt, too, leaves others waiting
+        except BaseException as error:  # an interrupt leaves other ranks waiting as well
             self.abandon(error)
             raise
 
@@ -209,7 +209,7 @@ class Reduction:
         self._start_complete()
 
     def _begin(self) -> None:
-        """Begin to reduce new gradients: announce it, and go on. The answer is read before the first collective."""
+        """Begin a new reduction of gradients: announce it and go on. The answer is read before the first collective."""
         self._announced = None
         self._pass += 1
         self.announcer.check()
@@ -300,7 +300,7 @@ class Reduction:
 
     def _at_end(self) -> None:
         self._queued = False
-        # A reentrant checkpoint runs a backward pass inside of another one, whose end is not the end of all.
+        # A reentrant checkpoint runs a backward pass inside another one, and the inner end is not the end of both.
         inner = in_backward()
         if self.under_way and not (inner and self._next < len(self.buckets)):
             self.finish()

@@ -92,7 +92,7 @@ class OwnerSession(Session):
         with self.around():
             new = super().take_step()
         if self.fragments and not self.optimizer.state:
-            # Torch would take it for one that never stepped, and take a dummy step on this rank alone.
+            # Torch would assume that the optimizer never stepped, and take a dummy step on this rank alone.
             self.optimizer.state[self.fragments[0].param] = {}
         self._stepped = True
         return new
@@ -153,7 +153,7 @@ class OwnerSession(Session):
                     fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
                     pieces = fused.shown_by(fragment.division)
                 piece = replace(pieces[at], state=state)
-                # To the plan the double is a parameter like any other.
+                # The plan treats the double like any other parameter.
                 own = replace(piece, division=None, stand_in=None)
                 yield bound_to(known.task.index, own, *binder.layout_and_kind(piece))
                 continue
@@ -176,7 +176,7 @@ class OwnerSession(Session):
     # -- state -----------------------------------------------------------------------------------------
 
     def partners(self) -> dict[Ranks, str]:
-        """Find the sets of ranks that portable state is gathered from: all data-parallel ones while it is distributed."""
+        """Find the sets of ranks that portable state is gathered from: all data-parallel ranks if not yet gathered."""
         found = super().partners()
         if self._apart and self._whole is not None:
             names = "\n".join(fragment.name for fragment in self.fragments)
@@ -199,7 +199,7 @@ class OwnerSession(Session):
         A new plan in mid-run needs `release` alone, which leaves each rank the state of what it owns.
         """
         super().leave()
-        if self._apart:  # on a rank that owns nothing too: the others wait for it
+        if self._apart:  # also on a rank that owns nothing, because the others wait for it
             self._put_together()
             self._apart = False
 

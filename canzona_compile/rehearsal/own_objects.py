@@ -116,7 +116,8 @@ def reason(kind: str, attributes: Iterable[str], drawing: bool) -> str:
     """Say why an optimizer runs as residents. Ranks compare it, so it must not depend on addresses."""
     keeps = [f"it keeps {some(f'self.{name}' for name in sorted(attributes))}"] if attributes else []
     does = " and ".join([*keeps, *(["it draws random numbers"] if drawing else [])])
-    return f"{kind} steps otherwise on copies" if not does else f"{kind} steps otherwise on copies: {does}"
+    problem = f"{kind} gives different results when its parameters are stepped separately"
+    return f"{problem}: {does}" if does else problem
 
 
 def rehearse_one(

@@ -20,9 +20,9 @@ from canzona_compile.session.measuring import Measurement
 OTHER = "other"
 ABOUT = {  # in the order in which a step has them
     "reduce": "gradients to owners, during backward",
-    "look": "what changed, which code runs, with which numbers",
-    "agree": "ranks compare that, and wait for the last one to come",
-    "plan": "programs, or a plan, for what was not there before",
+    "look": "finding what changed and which code runs with which numbers",
+    "agree": "ranks compare this, and wait for the slowest rank",
+    "plan": "making programs, or a plan, for anything new",
     "meet": "ranks that share no exchange wait for one another",
     "prepare": "elementwise work on fragments, and packing",
     "gather": "fragments to owners",
@@ -30,7 +30,7 @@ ABOUT = {  # in the order in which a step has them
     "scatter": "updates to fragments",
     "exchange": "updates between replicas",
     "apply": "parameters and state are written",
-    "stream": "a stream waits for another one",
+    "stream": "a stream waits for another stream",
     "local": "parameters without communication",
     "gather params": "parameters from owners to all ranks",
     OTHER: "the rest of the step",
@@ -89,7 +89,7 @@ def read_measured(path: str | Path) -> MeasuredReport:
     Raises:
         CanzonaError: there is no such file, or it holds no report with measured steps.
     """
-    hint = "write one with profile --json, or optimizer.canzona.report().to_json() after measure()"
+    hint = "write it with `canzona-compile profile --json`, or optimizer.canzona.report().to_json() after measure()"
     try:
         found = parsed(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

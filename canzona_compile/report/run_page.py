@@ -212,7 +212,7 @@ def memory_sentences(report: Figures) -> Sequence[str]:
         (memory.gradients, "of copies of gradients, which stay: recordings read them, since gradients are elsewhere"),
         (
             memory.first_buffers,
-            "of buffers in a first step, which gave them back, besides what its own code took",
+            "of buffers in a first step, in addition to what its own code took; it gave them back",
         ),
     )
     return [f"{format_bytes(size)} {words}" for size, words in sentences if size]

@@ -75,7 +75,7 @@ class Audit:
     def _states(self) -> dict[Tensor, dict[str, Any]]:
         """The state of every parameter, with the counters that it has now."""
         found = {
-            key: pytree.tree_map(lambda leaf: leaf, dict(state))  # with containers of its own
+            key: pytree.tree_map(lambda leaf: leaf, dict(state))  # with its own containers
             for key, state in self.optimizer.state.items()
             if isinstance(key, Tensor) and state
         }

@@ -94,7 +94,7 @@ class Binder:
         """
         names, groups = [name for name, _, _ in self._named], range(len(self.optimizer.param_groups))
         try:
-            self.capture.notice()  # of what changed since `explain`, or since the last plan
+            self.capture.notice()  # of changes since `explain` or the last plan
             self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
         except UnsupportedOptimizer as error:
             if refused is not None:
@@ -212,7 +212,7 @@ class Binder:
         bound = [bound_to(index + i, piece, *self.layout_and_kind(piece)) for i, piece in enumerate(pieces)]
         if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
             return bound
-        whole = self.bind_whole(index, own)  # elementwise work gives on it what it gives on pieces
+        whole = self.bind_whole(index, own)  # elementwise work gives the same on the whole and on pieces
         return [whole] if all(same_but_sizes(whole.kind, b.kind) for b in bound) else self.by_piece(own, bound)
 
     def by_piece(self, own: Described, bound: Sequence[BoundParam]) -> list[BoundParam]:
@@ -291,7 +291,9 @@ class Binder:
         if numbers == [whole[0]] or not independent(kind):
             return None
         layout = own.layout_of_entries()
-        if not layout.shape[0] and layout.grid.shards == 1:  # what is empty needs no owner, and no replica of it sends
+        if (
+            not layout.shape[0] and layout.grid.shards == 1
+        ):  # an empty parameter needs no owner, and no replica sends it
             layout = replace(layout, grid=Grid(((self.rank,),)))
         parts: dict[int, ParamKind] = {}
         for number in numbers:

@@ -50,7 +50,7 @@ def is_dummy_step(optimizer: Optimizer) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_name.endswith("init_optim_state"):
         frame = frame.f_back
-    # Look at the lrs last: the host would wait for an lr that is a tensor on a device.
+    # Compare learning rates last, because the host waits for one that is a tensor on a device.
     return frame is not None and all(group.get("lr", 0.0) == 0.0 for group in optimizer.param_groups)
 
 

@@ -17,7 +17,7 @@ from canzona_compile.ir.layout import local_part
 from canzona_compile.replica.leaves import CONTAINERS
 from canzona_compile.replica.twin import any_attributes, plain_attributes
 
-Entry = tuple[Callable[[Any], Any], Any, Any]  # what reads a container, a key in it, and what lies there
+Entry = tuple[Callable[[Any], Any], Any, Any]  # the function that reads a container, a key in it, and the value there
 REMOVED = object()
 
 
@@ -116,7 +116,7 @@ class HeldParameters:
         """Tell whether memory or marks of a parameter were replaced."""
         return self._memory_now() != self._memory or self._marks_now() != self._marks
 
-    # These two are asked on each step. So they loop in C, and only what has attributes is looked at.
+    # These two run on each step, so they loop in C and only look at parameters that have attributes.
 
     def _memory_now(self) -> list[Any]:
         parts = [p._local_tensor if isinstance(p, DTensor) else p for p in self.params.values()]

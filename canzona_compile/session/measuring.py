@@ -186,7 +186,7 @@ class Measuring:
         if driver is not None:
             driver.clock = clock
             if driver.last is not None:
-                driver.last.executor.timed()  # made before the step, as its time is none of the step's
+                driver.last.executor.timed()  # made before the step, because its time does not belong to the step
         try:
             with clock.during(OTHER):
                 new = session.take_step()

@@ -48,7 +48,7 @@ def named_params(
         For each parameter its name, the index of its parameter group, and the parameter.
     """
     own = [list(map(str, group.get("param_names") or ())) for group in optimizer.param_groups]
-    if not names:  # else the model tells whether DDP gave them a prefix
+    if not names:  # without names, the model shows whether DDP added a prefix
         plain = iter(canonical_names(name for group_names in own for name in group_names))
         own = [[next(plain) for _ in group_names] for group_names in own]
     found = []

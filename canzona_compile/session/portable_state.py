@@ -191,7 +191,7 @@ class PortableState:
             CanzonaError: a rank does not call this, too.
         """
         self._consolidated = None
-        if not self.partners():  # every rank has its portable state already
+        if not self.partners():  # every rank already has its portable state
             return
         with self.portable_state(f"consolidate(to={to})"):
             self._consolidated = Consolidated(to, dict(self.optimizer.state) if self.rank == to else None)

@@ -59,8 +59,8 @@ class Session(PortableState):
     """
 
     lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
-    holds: ClassVar[str] = "its fragment"  # what a rank has of a parameter, for reports
-    may_move_owners: ClassVar[bool] = True  # whether options of it decide who owns what
+    holds: ClassVar[str] = "its fragment"  # the part of a parameter that a rank has, for reports
+    may_move_owners: ClassVar[bool] = True  # whether its options decide which rank owns which matrix
 
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "", capture: Capture | None = None) -> None:
         super().__init__(optimizer)
@@ -211,7 +211,7 @@ class Session(PortableState):
         except CanzonaError:
             if driver.shares:
                 self._plans_anew = True
-                self.capture.forget_kinds()  # what a rank captured for a step that others did not take has other names
+                self.capture.forget_kinds()  # captures for a step that other ranks did not take have different names
             raise
         return self._planned() if change is not None and change.kind is ChangeKind.REPLAN else driver
 
@@ -229,7 +229,7 @@ class Session(PortableState):
         """Inside this context, ranks communicate. An error ends that for good, and the others hear of it."""
         try:
             yield
-        except BaseException as error:  # an interrupt, too, leaves others waiting
+        except BaseException as error:  # an interrupt leaves other ranks waiting as well
             driver = driver or self.driver
             if driver is not None and driver.shares and self._agreement is not None:
                 self._agreement.fail(failed_on(self.rank, error))
@@ -246,7 +246,7 @@ class Session(PortableState):
                 )
         except CanzonaError as found:
             error = found
-        except Exception as found:  # whatever it is, the other ranks must hear of it instead of waiting
+        except Exception as found:  # the other ranks must learn of any error instead of waiting
             error = CanzonaError(f"the step cannot begin: {first_line(found)}")
             error.__cause__ = found
         return change, error
@@ -256,7 +256,7 @@ class Session(PortableState):
         assert self._agreement is not None
         with self.telling(), during(self.measuring.clock, "agree"):
             numbers = self.measuring.marked(driver.numbers())
-            if self._plans_anew:  # those of the last step; the next ones are compared once the plan is there
+            if self._plans_anew:  # these are of the last step; the next ones are compared once there is a plan
                 numbers = dict.fromkeys(numbers, "")
             verdict = self._agreement.settle(numbers, change, error)
         if verdict is not None:
@@ -290,7 +290,7 @@ class Session(PortableState):
                 has = driver.begin()
             agreement.report(members, problem_of(driver.check))
             agreement.compare(plan.owned, self.options.text, has)
-            if not self._in_dummy_step:  # a checkpoint may be loaded after it, and make the copies equal
+            if not self._in_dummy_step:  # a checkpoint may be loaded after it and make the copies equal
                 copied = [t for t in plan.owned.tasks if t.layout.grid.replicas > 1]
                 agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
             agreement.report(members, problem_of(driver.choose_variants))
@@ -299,7 +299,7 @@ class Session(PortableState):
     def _give_up(self, driver: StepDriver, error: BaseException) -> None:
         """Leave a plan that has not taken a step."""
         driver.end_step()
-        if not isinstance(error, CanzonaError):  # the others may wait where no rank comes any more
+        if not isinstance(error, CanzonaError):  # the other ranks may wait for a collective that no rank joins any more
             with contextlib.suppress(BaseException), self.telling(driver):
                 raise error
 

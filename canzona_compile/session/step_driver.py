@@ -98,9 +98,9 @@ class StepDriver:
         self._audit = None if options.audit is None else Audit(options.audit, self.store)
         self._held_state = HeldState(optimizer)
         self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
-        self._agreed = self._next = Participants()  # those of the last step, and of the next one
+        self._agreed = self._next = Participants()  # of the last step, and of the next one
         self._assignment: VariantAssignment = ()  # the variants of the next step
-        self._shared_assignment: VariantAssignment = ()  # the part of it whose tasks are shared with other ranks
+        self._shared_assignment: VariantAssignment = ()  # the part of it that other ranks share
         self._stepped: set[str] = set()  # tasks that have taken a step
         self._transitional = {name for name, bound in plan.bound.items() if bound.kind.transitional}
         self._met: set[VariantAssignment] = set()  # shared assignments that all ranks have agreed on
@@ -327,7 +327,7 @@ class StepDriver:
         ]
         doubles = [(b.param, b.param.data) for b in present if b.rehearsed is not None]
         step_plainly(twin)
-        for param, memory in doubles:  # a step that assigns to `.data` gives a double another memory than its bucket's
+        for param, memory in doubles:  # a step that assigns to `.data` moves a double out of the memory of its bucket
             if not isinstance(param, DTensor) and param.data_ptr() != memory.data_ptr():
                 param.data = memory.copy_(param.data)
         state.update({b.param: twin.state[b.param] for b in present if b.param in twin.state})

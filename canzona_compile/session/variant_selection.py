@@ -95,7 +95,7 @@ class VariantSelection:
         self.current, self._scalars = [], {}
         if tasks != self._tasks:
             bounds = [self.plan.bound[name] for name in tasks]
-            # Tasks that ranks share come first, so that tasks of one rank alone do not change their labels.
+            # Shared tasks come first, so that tasks of a single rank do not change their labels.
             bounds.sort(key=lambda b: b.task.layout.grid.size == 1)
             self._tasks, self._of_one_kind = tasks, by_kind(bounds)
         with self._asking():
@@ -167,7 +167,7 @@ class VariantSelection:
         for b in members if self.ahead else ():
             own.setdefault(self.ahead.get(b.task.name, 0), []).append(b)
         others = {steps: self._ask_ahead(kind, group, counters, steps) for steps in own if steps}
-        here = self._ask(kind, group, counters)  # last, so that the twin ends with the counters of the parameters
+        here = self._ask(kind, group, counters)  # last, so that the twin keeps the counters of the parameters
         found: dict[str, tuple[VariantPath, list[BoundParam]]] = {}
         for steps, bounds in own.items():
             other = others.get(steps)

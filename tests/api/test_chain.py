@@ -121,7 +121,7 @@ def test_a_second_wrap_with_equal_options_changes_nothing() -> None:
     sessions = made.canzona.sessions
     assert canzona_compile.wrap(made) is made
     assert made.canzona.sessions == sessions
-    with pytest.raises(CanzonaError, match="other options"):
+    with pytest.raises(CanzonaError, match="different options"):
         canzona_compile.wrap(made, depth=3)
 
 
@@ -349,7 +349,7 @@ def test_patterns_may_fit_some_of_its_optimizers() -> None:
     canzona_compile.wrap(made, model=model, split={"0.weight": {"a": 2, "b": 4}})
     assert {p.name for p in made.canzona.explain().parameters} >= {"0.weight[a]", "0.weight[b]", "1.bias"}
     other = chain(Muon(matrices, lr=0.1))
-    with pytest.raises(CanzonaError, match="fits no parameter"):
+    with pytest.raises(CanzonaError, match="matches no parameter"):
         canzona_compile.wrap(other, model=model, split={"2.weight": {"a": 2, "b": 4}})
     assert not canzona_compile.is_wrapped(other.optimizers[0])
 

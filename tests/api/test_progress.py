@@ -109,7 +109,9 @@ def test_levels_by_name() -> None:
         "canzona_compile.capture": logging.DEBUG,
         "canzona_compile.tools": logging.ERROR,
     }
-    with pytest.raises(CanzonaError, match=r"no 'everything' to log\n  at:   CANZONA_LOGS=everything\n  hint: names"):
+    with pytest.raises(
+        CanzonaError, match=r"no logger 'everything'\n  at:   CANZONA_LOGS=everything\n  hint: use one of"
+    ):
         logs.levels("everything")
 
 

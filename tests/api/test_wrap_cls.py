@@ -87,7 +87,7 @@ def test_an_optimizer_is_no_class() -> None:
 
 @pytest.mark.parametrize("kind", [type(wrapped_muon()), wrap_cls(Muon)], ids=["wrapped", "factory"])
 def test_a_class_is_wrapped_once(kind: type[Optimizer]) -> None:
-    with pytest.raises(CanzonaError, match="CanzonaMuon is wrapped already"):
+    with pytest.raises(CanzonaError, match="CanzonaMuon is already wrapped"):
         wrap_cls(kind)
 
 

@@ -385,7 +385,7 @@ def test_a_copy_that_fails_leaves_no_halves() -> None:
 
 
 def test_generators_are_refused_wherever_they_are() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="holds a generator"):
+    with pytest.raises(UnsupportedOptimizer, match="holds a Python generator"):
         deep_copy([types.SimpleNamespace(one=(i for i in range(3)))])
 
 

@@ -77,7 +77,7 @@ def test_it_works_and_says_so_once(kind: type[Optimizer]) -> None:
 
 def test_what_draws_and_cannot_be_traced_is_resident() -> None:
     optimizer, param = wrapped(RandomOnHost)
-    with pytest.warns(UserWarning, match="RandomOnHost draws random numbers. Every matrix has generators of its own"):
+    with pytest.warns(UserWarning, match="RandomOnHost draws random numbers. Each matrix has its own generators"):
         optimizer.step()
     assert not torch.equal(param, torch.ones(6, 4))
     assert [row.cell for row in optimizer.canzona.explain().parameters] == ["own object"]

@@ -18,7 +18,7 @@ ON_BOTH = {
     "another_shape": r"rank 1: head.weight \[301, 64\]",
     "another_trainability": "requires_grad=False not trained",
     "split_that_fits_nothing": r"'\*.qkv.weight' matches no parameter; the optimizer has blocks.0.up.weight",
-    "split_of_another_size": r"(?s)= 112 entries of dim 0; the parameter is \[96, 64\].*blocks.0.up.weight",
+    "split_of_another_size": r"(?s)= 112 entries of dim 0, but the parameter has shape \[96, 64\].*blocks.0.up.weight",
     "backward_twice": "(?s)backward ran again.*no_sync",
     "backward_after_a_step_without_zero_grad": "(?s)backward ran again.*zero_grad",
     "step_without_backward": "no parameter has a gradient",
@@ -82,7 +82,7 @@ def test_a_hook_that_changes_the_dtype() -> None:
     """Autograd refuses it on one rank, after ranks have begun to reduce; the other one hears that."""
     one, two = run(2, said, "hook_changes_dtype", fresh=True, after=AFTER)
     assert "changed the type of value" in one
-    assert "the step failed on rank 0: CanzonaError: a backward pass ended on its way" in two
+    assert "the step failed on rank 0: CanzonaError: an exception interrupted a backward pass" in two
 
 
 @pytest.mark.parametrize("where", [*also(["backward"]), "step", *also(["gather"])])

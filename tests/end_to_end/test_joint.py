@@ -189,7 +189,7 @@ def test_objects_that_come_late_are_refused() -> None:
         feed(optimizer, step)
         optimizer.step()
     feed(optimizer, 49)
-    with pytest.raises(UnsupportedOptimizer, match=r"changes self\.held.*cannot be shown"):
+    with pytest.raises(UnsupportedOptimizer, match=r"changes self\.held.*cannot be sent"):
         optimizer.step()
 
 

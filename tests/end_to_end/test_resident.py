@@ -143,7 +143,7 @@ def test_a_leaf_without_a_place_is_named() -> None:
     saved["state"][1]["self/other"] = torch.ones(2)
     other = part_of("by parameter", ALONE)
     other.optimizer.load_state_dict(saved)
-    with pytest.raises(CanzonaError, match="self/other has no place") as caught:
+    with pytest.raises(CanzonaError, match="self/other is saved but does not exist") as caught:
         other.steps(2, 3)
     assert caught.value.at == "group0.param1"
 

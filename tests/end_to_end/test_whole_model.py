@@ -203,7 +203,7 @@ def test_matrices_alone_and_none_at_all() -> None:
     assert [type(own).__name__ for own in only.optimizers] == ["CanzonaMuon"]
     with pytest.raises(CanzonaError, match="no hidden matrix"):
         canzona_compile.muon_adamw(nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4)))
-    with pytest.raises(CanzonaError, match="fits no parameter"):
+    with pytest.raises(CanzonaError, match="matches no parameter"):
         canzona_compile.muon_adamw(Model(), others="layers.*")
     with pytest.raises(TypeError, match="speed"):
         canzona_compile.muon_adamw(Model(), speed=1)

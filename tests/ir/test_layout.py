@@ -253,7 +253,7 @@ def test_grids_find_their_ranks(replicas: int, shards: int, random: object) -> N
 
 
 def test_a_rank_outside_of_the_grid() -> None:
-    with pytest.raises(InvalidStep, match="rank 7 is no member"):
+    with pytest.raises(InvalidStep, match="rank 7 is not a member"):
         Grid(((0, 1),)).find(7)
 
 

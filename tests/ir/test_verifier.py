@@ -221,7 +221,7 @@ PLACED: list[Case] = [
     ),
     ("written by the owner", cut(fragment_writes=("param",)), "owner writes buffer", "cut toy"),
     ("resident and not", cut(fragment_writes=("param", "buffer", "q")), "fragments write q", "toy"),
-    ("resident parameter", cut(resident=("q", "param")), "resident param is no state", "cut toy"),
+    ("resident parameter", cut(resident=("q", "param")), "resident param is not a state", "cut toy"),
     ("not resident", cut(resident=()), "owner writes q", "cut toy"),
 ]
 

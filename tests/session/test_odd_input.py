@@ -130,12 +130,12 @@ def saved_plan() -> str:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda plan: plan["tasks"][0].update(owner=[0, 0.7]), "0.7 is no integer"),
-        (lambda plan: plan["tasks"][0].update(owner=[False, 0]), "False is no integer"),
-        (lambda plan: plan["tasks"][0].update(shape=["6", 4]), "'6' is no integer"),
+        (lambda plan: plan["tasks"][0].update(owner=[0, 0.7]), "0.7 is not an integer"),
+        (lambda plan: plan["tasks"][0].update(owner=[False, 0]), "False is not an integer"),
+        (lambda plan: plan["tasks"][0].update(shape=["6", 4]), "'6' is not an integer"),
         (lambda plan: plan["tasks"][0].update(owner=[0]), "an entry is wrong"),
         (lambda plan: plan["tasks"].append(plan["tasks"][0]), "two tasks have one name"),
-        (lambda plan: plan.update(depth=1.5), "1.5 is no integer"),
+        (lambda plan: plan.update(depth=1.5), "1.5 is not an integer"),
     ],
 )
 def test_plans_with_odd_entries_are_refused(change: Any, problem: str) -> None:

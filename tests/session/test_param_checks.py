@@ -187,7 +187,7 @@ def test_what_is_no_optimizer() -> None:
     optimizer = torch.optim.Muon(model_of().parameters())
     with pytest.raises(CanzonaError, match=r"is an optimizer class\n.*\n  hint: call wrap\(Muon\(.*wrap_cls\(Muon\)"):
         wrap(torch.optim.Muon)
-    with pytest.raises(CanzonaError, match=r"one optimizer, not a list of 2\n.*\n  hint: wrap\(chain"):
+    with pytest.raises(CanzonaError, match=r"one optimizer, not a list of 2\n.*\n  hint: call wrap\(chain"):
         wrap([optimizer, optimizer])
     with pytest.raises(CanzonaError, match="not a Linear"):
         wrap(nn.Linear(2, 2))

@@ -55,12 +55,12 @@ def says(layout: Any, *params: nn.Parameter, **options: Any) -> str:
     [
         (
             None,
-            "tensor_model_parallel says that it is a fragment, and there is no mesh(.|\n)*layers.0(.|\n)*layout=mesh",
+            "tensor_model_parallel says that it is a fragment, but not which ranks(.|\n)*layers.0(.|\n)*layout=mesh",
         ),
-        (lambda name, param: None, "there is no mesh"),
+        (lambda name, param: None, "but not which ranks"),
         (lambda name, param: param.nothing, "the function given as layout= raised AttributeError"),
-        (lambda name, param: "rows", "layout= says 'rows'; it takes a mesh"),
-        ({"layers.*": 3}, "layout= says 3; it takes a mesh"),
+        (lambda name, param: "rows", "layout= gives 'rows' instead of"),
+        ({"layers.*": 3}, "layout= gives 3 instead of"),
         ({"other.*": None}, r"'other.\*' matches no parameter; the optimizer has layers.0"),
         (7, "layout= takes patterns of names, a function or a DeviceMesh, not a int"),
     ],

@@ -200,7 +200,7 @@ def test_plans_that_do_not_fit_are_refused_by_all_ranks(tmp_path: Path) -> None:
             {**made, "tasks": [{**t, "strategy": "gram"} for t in made["tasks"]]},
             "a run cannot execute the strategy 'gram' of this plan",
         ),
-        "other groups": ({**made, "groups": [[n] for n in made["groups"][0]]}, "groups and schedule differ"),
+        "other groups": ({**made, "groups": [[n] for n in made["groups"][0]]}, "in its groups and schedule"),
     }
     for name, (plan, words) in cases.items():
         path = tmp_path / "plan.json"

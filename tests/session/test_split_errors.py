@@ -41,7 +41,10 @@ def test_bad_splits(make: Callable[[], Any], says: str) -> None:
             r"'\*.kqv' matches no parameter; the optimizer has attention.qkv, mlp.gate_up, mlp.down",
         ),
         ({"*.qkv": {"q": 32}, "attention*": {"q": 32}}, "'*.qkv' and 'attention*' of split= both match"),
-        ({"*.qkv": {"q": 16, "k": 8}}, r"says q 16 \+ k 8 = 24 entries of dim 0; the parameter is \[32, 16\]"),
+        (
+            {"*.qkv": {"q": 16, "k": 8}},
+            r"says q 16 \+ k 8 = 24 entries of dim 0, but the parameter has shape \[32, 16\]",
+        ),
         ({"*.qkv": Split({"q": 16}, dim=2)}, "entries of dim 2"),
     ],
 )

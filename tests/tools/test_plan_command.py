@@ -193,12 +193,16 @@ def test_options_that_cannot_be(
 @pytest.mark.parametrize(
     ("option", "text", "words"),
     [
-        ("--params", None, ["it cannot be read: No such file", "hint: name a file"]),
+        ("--params", None, ["it cannot be read: No such file", "hint: pass a file"]),
         ("--params", "{", ["the file is not JSON", "hint: write a JSON"]),
         ("--params", "{}", ["there are no matrices to plan", "hint: as in"]),
         ("--params", '{"w": [8, 0]}', [": w", "its shape is [8, 0]", "hint: [rows, columns]"]),
-        ("--params", '{"w": {"shape": [8, 8], "tp": 2}}', [": w", "tp is 2, no dim of [8, 8]", "hint: the dim"]),
-        ("--hf-config", None, ["it cannot be read: No such file", "hint: name a file"]),
+        (
+            "--params",
+            '{"w": {"shape": [8, 8], "tp": 2}}',
+            [": w", "tp is 2, which is not a dim of [8, 8]", "hint: the dim"],
+        ),
+        ("--hf-config", None, ["it cannot be read: No such file", "hint: pass a file"]),
         ("--hf-config", "{}", ["the field 'num_attention_heads' is missing", "hint: is it the config of a decoder?"]),
         ("--hf-config", '{"num_attention_heads": "8"}', ["is '8', not a positive integer", "hint: copy it"]),
         ("--hardware", "{", ["the file is not JSON"]),
@@ -252,7 +256,7 @@ def test_output_that_cannot_be_written(good: list[str], capsys: pytest.CaptureFi
     for path in ("no/such/folder/plan.json", "", ".", f"{good[2]}/plan.json"):
         said = refused(capsys, [*good, "-o", path])
         assert "it cannot be written" in said
-        assert f"at:   -o {path}\n  hint: name a file" in said
+        assert f"at:   -o {path}\n  hint: pass a file" in said
 
 
 @pytest.mark.parametrize(

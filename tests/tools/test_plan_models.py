@@ -213,7 +213,11 @@ def test_a_field_that_is_no_count(name: str, value: object, tmp_path: Path) -> N
     [
         ({"hidden_size": 1023, "head_dim": None}, "hidden_size 1023 is not a multiple of 16 heads", "add head_dim"),
         ({"num_key_value_heads": 3}, "num_attention_heads 16 is not a multiple of num_key_value_heads 3", "omit"),
-        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4 experts", "a token"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok 5 is more than the 4 experts",
+            "each token",
+        ),
         ({"num_experts": 4, "decoder_sparse_step": 2}, "decoder_sparse_step is 2", "--params"),
         ({"num_experts": 4, "mlp_only_layers": [0]}, "mlp_only_layers is [0]", "--params"),
         ({"n_routed_experts": 4, "n_shared_experts": 1}, "n_shared_experts is 1", "--params"),

@@ -96,7 +96,7 @@ def test_without_dp_nothing_travels() -> None:
     ("mesh", "options", "words"),
     [
         ("fsdp=4", {}, "a ZeRO-1 plan cannot have the mesh dim 'fsdp'"),
-        ("dp=2,pp=2", {}, "no dim 'pp'"),
+        ("dp=2,pp=2", {}, "the mesh dim 'pp'"),
         ("dp=4", {"strategy": "replicated"}, "every matrix has an owner"),
         ("dp=4", {"bucket_bytes": 0}, "bucket_bytes=0 is not a positive integer"),
         ("dp=4", {"tokens": -1}, "tokens=-1 is not a positive integer"),

@@ -165,8 +165,8 @@ def test_arguments_are_checked_before_any_process_starts(build: Any, options: di
         (f"{BUILDS}:raises", "build() raised KeyError: 'no such layer'", "user_builds.py"),
         (f"{BUILDS}:leaves", "build() raised SystemExit: 3", "in leaves"),
         (f"{BUILDS}:one_thing", "returned a Sequential", "one_thing"),
-        (f"{BUILDS}:swapped", "must return first a torch.nn.Module, not a Muon", "swapped"),
-        (f"{BUILDS}:loss_is_a_number", "must return third a function", "loss_is_a_number"),
+        (f"{BUILDS}:swapped", "must return a torch.nn.Module, not a Muon", "swapped"),
+        (f"{BUILDS}:loss_is_a_number", "must return a function loss", "loss_is_a_number"),
         (f"{BUILDS}:wrapped", "returned a wrapped optimizer", None),
         (f"{BUILDS}:no_params", "no parameters", None),
         (f"{BUILDS}:elsewhere", "is on meta", "0.weight"),
@@ -192,7 +192,7 @@ def test_the_losses_gradients_are_checked() -> None:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        ("by_address", "ByAddress.step asks for the address of its parameter"),
+        ("by_address", "ByAddress.step calls data_ptr() of its parameter"),
         ("another_every_time", "build() made different values in two processes\n  at:   0.weight"),
     ],
 )

@@ -50,5 +50,5 @@ def test_real_iterations_under_zero1(tmp_path: Path) -> None:
 
 
 def test_a_mean_that_rounds_is_refused() -> None:
-    with pytest.raises(CanzonaError, match="which rounds on 3 ranks"):
+    with pytest.raises(CanzonaError, match="which is not exact on 3 ranks"):
         canzona_compile.verify(muon, layout="zero1", ranks=3)

@@ -123,7 +123,7 @@ class Chain(Optimizer):
                 hint=f"call add_param_group(group, to=0), or to=chain.optimizers[0]; {positions(self.optimizers)}",
             )
         given = param_group["params"]
-        if not isinstance(given, set):  # of which no optimizer knows the order
+        if not isinstance(given, set):  # optimizers refuse a set, because its order is undefined
             param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
         for entry in given:
             param = entry[1] if isinstance(entry, tuple) else entry

@@ -86,7 +86,7 @@ class Survey:
             own = class_name(module)
             if isinstance(module, names.EMBEDDINGS):
                 return "embedding"
-            # A class may be named after what the whole model computes: such a module has layers.
+            # A class may be named after the task of the whole model; such a module has layers.
             if (
                 path
                 and names.EMBEDDING_CLASS.search(own)

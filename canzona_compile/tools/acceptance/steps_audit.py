@@ -18,13 +18,13 @@ RECORDED = 5  # steps after which a program whose gradients stay in place has be
 FILLED = 0.5  # of the free memory that is overwritten
 BLOCK = 64 * 2**20
 HANG = (
-    "If it hangs, ranks disagree about what is in flight: some replay a recording while others run call by call, and "
-    "collectives come in another order; or process groups are made by some ranks only. `cuda_graphs=False` and the "
-    "stacks of the ranks tell which. "
+    "If it hangs, either some ranks replay a recording while others run call by call, so their collectives start in a "
+    "different order, or only some ranks make a process group. Run with `cuda_graphs=False`, and look at the stacks of "
+    "the ranks, to find out which. "
 )
 CORRUPTION = (
-    "If numbers are wrong, a recording reads or writes memory that was given to something else, or a wait is missing. "
-    "`cuda_graphs=False` tells the first from the second. "
+    "If numbers are wrong, a recording uses memory that was freed, or a stream does not wait for another. With "
+    "`cuda_graphs=False` only the second remains. "
 )
 
 
@@ -72,7 +72,7 @@ def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
         except CanzonaError:
             pass
         else:
-            raise WrongResult("a step went through without the gradient of one rank", at=f"rank {rank.rank}")
+            raise WrongResult("a step succeeded although one rank had no gradient", at=f"rank {rank.rank}")
         both.step(RECORDED)
     return f"refused on every rank; {both.verdict(recorded=True)}"
 
@@ -93,7 +93,7 @@ def peer_that_stays_away(rank: AcceptanceRank, layout: str) -> str:
     both = paired(rank, layout)
     both.step(RECORDED)
     if rank.rank == rank.world - 1:
-        return "one rank stayed away"
+        return "one rank did not call step()"
     begin = time.monotonic()
     try:
         both.step()
@@ -101,7 +101,7 @@ def peer_that_stays_away(rank: AcceptanceRank, layout: str) -> str:
             torch.cuda.synchronize(rank.device)
     except Exception as error:
         return f"the others raised {type(error).__name__} after {time.monotonic() - begin:.0f} s"
-    raise WrongResult("a step went through without a rank", at=f"rank {rank.rank}")
+    raise WrongResult("a step succeeded without one of the ranks", at=f"rank {rank.rank}")
 
 
 def forgotten_recording(rank: AcceptanceRank, optimizer: str) -> str:
@@ -134,7 +134,7 @@ def on(layout: str) -> Iterator[AcceptanceStep]:
         (
             "loaded-in-mid-run",
             loaded_in_mid_run,
-            "`load_state_dict` in mid-run drops recordings, and new ones can be made",
+            "`load_state_dict` during a run drops recordings, and new ones can be made",
             "If it raises while a graph is captured, the pool of the dropped recordings was not given back. "
             + CORRUPTION,
         ),
@@ -163,7 +163,7 @@ def audit() -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "audit/gradient-missing-on-one-rank/fsdp",
         "a step that one rank cannot take is refused by all, and training can go on",
-        "If it hangs, a rank entered a collective that another one refused. If it went through, ranks no longer agree.",
+        "If it hangs, a rank entered a collective that another rank refused. If it succeeded, ranks no longer agree.",
         OnRanks(gradient_missing_on_one_rank, ("fsdp",)),
         ("ranks",),
     )
@@ -180,7 +180,9 @@ def audit() -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "audit/moving-gradients/expandable-segments",
         "gradients may move, at different times on different ranks, with the allocator's expandable segments as well",
-        HANG + "If only this one fails, memory that the allocator maps anew was kept by its address. " + CORRUPTION,
+        HANG
+        + "If only this one fails, a recording kept an address that the allocator has mapped to new memory. "
+        + CORRUPTION,
         OnRanks(moving_gradients, ("fsdp",), (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)),
         ("cuda", "ranks"),
         300.0,

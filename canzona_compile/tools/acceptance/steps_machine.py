@@ -20,8 +20,10 @@ from canzona_compile.tools.acceptance.step import (
     WrongResult,
 )
 
-NOT_OURS = "The machine, its driver or its torch does not work; nothing of this package took part. Mend that first: "
-UNMEASURED = "Numbers are right if the steps above passed; only figures, or what is chosen by them, are missing. "
+NOT_OURS = "The machine, its driver or its torch does not work; this package was not involved. Fix that first: "
+UNMEASURED = (
+    "Results are correct if the steps above passed; only measurements, and choices based on them, are missing. "
+)
 PYTEST = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
 WORKERS = 12  # tests at a time on one GPU: each waits for its compiler most of the time
 # Batches of matrices of Qwen3-1.7B, 0.6B and 8B: one by itself, and as many as one of 8 ranks owns.
@@ -57,7 +59,7 @@ def ranks_reach_one_another(rank: AcceptanceRank) -> str:
     dist.all_to_all_single(received, sent, counts, counts)
     expected = torch.cat([torch.full((n,), float(other), device="cpu") for other, n in enumerate(counts)])
     if not torch.equal(received.cpu(), expected):
-        raise WrongResult("an all-to-all delivered something else than was sent", at=f"rank {rank.rank}")
+        raise WrongResult("an all-to-all delivered different values from those sent", at=f"rank {rank.rank}")
     half = list(range(rank.world // 2 + 1))
     group = dist.new_group(half)
     if rank.rank in half:
@@ -90,7 +92,7 @@ def machine_works() -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "machine/ranks",
         "ranks reach one another, by uneven exchanges and in groups",
-        NOT_OURS + "NCCL_DEBUG=INFO says which link; NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 tell links apart.",
+        NOT_OURS + "NCCL_DEBUG=INFO shows which link fails; NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 narrow it down.",
         OnRanks(ranks_reach_one_another),
         ("ranks",),
         120.0,
@@ -122,7 +124,9 @@ def two_communicators(rank: AcceptanceRank) -> str:
     torch.cuda.synchronize(rank.device)
     expected = torch.arange(rank.world, device=rank.device).repeat_interleave(1 << 16).float()
     if not all(torch.equal(values, expected) for values in received):
-        raise WrongResult("an all-to-all in one of two groups delivered something else", at=f"rank {rank.rank}")
+        raise WrongResult(
+            "an all-to-all in one of two groups delivered different values from those sent", at=f"rank {rank.rank}"
+        )
     return f"{ORDER}={os.environ.get(ORDER, 'not set')}"
 
 
@@ -138,8 +142,8 @@ def gpu_tests(dry: bool) -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "tests/gpu",
         "kernels, streams and recordings do on one GPU what their tests say",
-        "A test names what is wrong. `tests/kernels`: results of steps may be wrong wherever the kernel is taken. "
-        "`tests/runtime`: order of streams, recordings, or a host that waits.",
+        "The failed test names what is wrong. `tests/kernels`: results may be wrong wherever the kernel is used. "
+        "`tests/runtime`: the order of streams, recordings, or waits of the host.",
         OneProgram(("{python}", *PYTEST, "-rfE", "--tb=short", *beside, *record, *files_of_gpu_tests())),
         (*on_cuda(dry), "triton", "pytest", "repository"),
         SLOW / 2,
@@ -152,7 +156,8 @@ def checked_memory(dry: bool) -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "tests/memcheck",
         "no kernel of these tests reads or writes outside of its tensors",
-        "A kernel touches memory that is not its own: exit code 9, and the log names kernel and address. Other exit "
+        "A kernel accesses memory outside of its tensors: exit code 9, and the log names kernel and address. Other "
+        "exit "
         "codes are failed tests; under the sanitizer those that bound time or memory may fail by themselves.",
         OneProgram((*check, "{python}", *PYTEST, "-x", "-k", f"not ({PROFILED})", *files_of_gpu_tests())),
         ("cuda", "triton", "sanitizer", "pytest", "repository"),
@@ -164,8 +169,8 @@ def tuned(dry: bool) -> Iterator[AcceptanceStep]:
     """The products of Qwen3's matrices, those of the smaller models first."""
     yield AcceptanceStep(
         "measured/tune",
-        "the kernels that beat the library here are known, right, and kept for later runs",
-        "A candidate that is wrong is refused and no failure. " + UNMEASURED + "The table of published figures stays.",
+        "the kernels that beat the library here are found, correct, and saved for later runs",
+        "A wrong candidate is refused, which is not a failure. " + UNMEASURED + "The table of published figures stays.",
         OneProgram(
             (*("{python}", "-m", "canzona_compile", "tune", *QWEN3), "--output", "{output}", "--minutes", "{minutes}"),
             ("--dry",),
@@ -179,8 +184,8 @@ def benchmarks(dry: bool) -> Iterator[AcceptanceStep]:
     """Kernels and steps beside those of others, then the rates of this machine."""
     yield AcceptanceStep(
         "measured/benchmark",
-        "what a step takes beside torch.compile on this GPU",
-        "The log ends with what was wrong; results beside 64 bits are checked first. " + UNMEASURED,
+        "how long a step takes compared with torch.compile on this GPU",
+        "The log ends with the error; results are first compared with float64. " + UNMEASURED,
         OneProgram(
             ("{python}", "benchmarks/gpu.py", "--output", "{output}", "--minutes", "{minutes}"),
             ("--dry",),
@@ -191,7 +196,7 @@ def benchmarks(dry: bool) -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "measured/rates",
         "the rates of this machine and its links, for `wrap(hardware=)` and `plan --hardware`",
-        UNMEASURED + "Plans take the rates that are assumed for the kind of device.",
+        UNMEASURED + "Plans then use assumed rates for this kind of device.",
         OnRanks(rates, ("{output}",)),
         ("cuda", "nccl", "ranks"),
         SLOW / 4,

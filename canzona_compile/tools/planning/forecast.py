@@ -314,7 +314,7 @@ def bounds(step: Step, request: Request) -> Iterator[str]:
 
 
 def assumptions(request: Request, step: Step) -> tuple[str, ...]:
-    """List what the predictions assume beside the rates, in words."""
+    """List what the predictions assume in addition to the rates, in words."""
     found = [
         "nothing is fused: each operator reads its operands from memory and writes its result",
         "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",

@@ -75,9 +75,9 @@ def plan(
             does not hold get the hyperparameters of its first parameter group. "muon+adamw" is the chain that
             `muon_adamw` makes: Muon updates the matrices and AdamW all else. Of another `chain` that holds none of the
             parameters, the first optimizer updates the matrices, the second one all else.
-        arguments: the arguments of the class, beside the parameters; for "muon+adamw" those of `muon_adamw`.
+        arguments: the arguments of the class, except the parameters; for "muon+adamw" those of `muon_adamw`.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
-        split: the fused weights of a preset to take apart into matrices: "qkv", "gate-up", both, or "none".
+        split: the fused weights of a preset to split into matrices: "qkv", "gate-up", both, or "none".
         strategy: option of `wrap`.
         planner: option of `wrap`; here also "exact".
         capacity: option of `wrap`.

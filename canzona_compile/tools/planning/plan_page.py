@@ -55,7 +55,9 @@ def plan_page(forecast: Forecast) -> PageModel:
         "plan has the same fingerprint.",
         figures=tuple(figures(forecast)),
         remarks=(
-            "steps are predicted; below, and beside them, is the heaviest one" if forecast.period else "",
+            "steps are predicted; the figures below and next to them are those of the heaviest step"
+            if forecast.period
+            else "",
             beside(forecast.zero1) if forecast.zero1 else "",
             f"{plural(forecast.elementwise, 'parameter')} updated elementwise, {how}" if forecast.elementwise else "",
             f"plan {forecast.fingerprint[:12]}",
@@ -344,8 +346,8 @@ def curve(own: Curve) -> str:
 
 def overlap_text(hardware: Hardware) -> str:
     if hardware.overlap:
-        return "transfers run beside computation, on links of their own"
-    return "transfers take the processors that compute: nothing overlaps"
+        return "transfers overlap with computation, on separate links"
+    return "transfers use the processors that compute, so nothing overlaps"
 
 
 # -- the few figures to paste into a document --------------------------------------------------

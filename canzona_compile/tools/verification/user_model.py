@@ -140,9 +140,9 @@ def built(build: str | bytes, seed: int) -> Built:
         raise CannotVerify(f"build() returned {returned}", at=name_of(function), hint=RETURNS)
     model, optimizer, loss = (*made, None)[:3]
     for what, value, right in (
-        ("first a torch.nn.Module", model, isinstance(model, nn.Module)),
-        ("second a torch.optim.Optimizer", optimizer, isinstance(optimizer, Optimizer)),
-        ("return a function loss(model, step) as the third element", loss, loss is None or callable(loss)),
+        ("a torch.nn.Module as the first element", model, isinstance(model, nn.Module)),
+        ("a torch.optim.Optimizer as the second element", optimizer, isinstance(optimizer, Optimizer)),
+        ("a function loss(model, step) as the third element", loss, loss is None or callable(loss)),
     ):
         if not right:
             problem = f"build() must return {what}, not a {type(value).__name__}"
