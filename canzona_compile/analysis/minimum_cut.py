@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Hashable
@@ -31,7 +32,7 @@ class Network(Generic[N]):
         """
         self._left.setdefault(source, {}), self._left.setdefault(sink, {})
         while len(path := self._path(source, sink)) > 1:
-            edges = list(zip(path, path[1:], strict=False))
+            edges = list(itertools.pairwise(path))
             flow = min(self._left[tail][head] for tail, head in edges)
             if math.isinf(flow):
                 raise ValueError("the minimum cut is infinite")

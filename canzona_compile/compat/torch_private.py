@@ -208,8 +208,8 @@ def at_start_of_traces(function: Callable[[Any], None]) -> Iterator[None]:
 def without_extras() -> Iterator[None]:
     """Inside this context, Dynamo leaves out what recordings have no use for.
 
-    That is what only its messages, its logs and its machine code need. It imports Inductor, AOTAutograd and networkx for
-    them, which takes longer than all recordings of a small model. What a torch does not have is not left out.
+    That is what only its messages, its logs and its machine code need. It imports Inductor, AOTAutograd and networkx
+    for them, which takes longer than all recordings of a small model. What a torch does not have is not left out.
     """
     found = [(owner, name, vars(owner)[name], instead) for owner, name, instead in extras()]
     changed = [one for one in found if one[2] is not one[3]]  # an outer context has replaced the others
