@@ -193,8 +193,16 @@ class Zero1:
             )
 
     def _check_params(self) -> None:
-        """Raise unless the optimizers still have the parameters that buckets hold."""
-        for session in self._names:
+        """Raise unless the optimizers still have the parameters that buckets hold, each in its group."""
+        for session in (own for own in self._order if own in self._names):
+            groups = {id(p): g for g, group in enumerate(session.optimizer.param_groups) for p in group["params"]}
+            names = session.group_of.items()
+            if moved := [name for name, g in names if groups.get(id(self.fragments[name].param)) != g]:
+                raise CanzonaError(
+                    "the parameter is in another group of its optimizer, or in none, since zero1() was called",
+                    at=some(moved),
+                    hint="move parameters between groups and optimizers before zero1()",
+                )
             for g, group in enumerate(session.optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     if param.requires_grad and id(param) not in self._trained:

@@ -17,7 +17,7 @@ from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.sharding import Sharding
-from canzona_compile.replica.twin import plain_attributes
+from canzona_compile.replica.twin import any_attributes, plain_attributes
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.slices import SlicesView
@@ -147,9 +147,12 @@ class Fragment:
     # -- doubles -----------------------------------------------------------------------------------
 
     def lend_marks(self) -> None:
-        """Give each double the attributes that users gave to the parameter."""
-        if marks := plain_attributes(self.param):
+        """Give each double the attributes that users gave to the parameter, and no others."""
+        if any_attributes((self.param, *self.doubles)):
+            marks = plain_attributes(self.param)
             for double in self.doubles:
+                for gone in plain_attributes(double).keys() - marks.keys():
+                    delattr(double, gone)
                 vars(double).update(marks)
 
     def lend(self) -> None:

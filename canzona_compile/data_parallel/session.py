@@ -50,6 +50,7 @@ class OwnerSession(Session):
 
     Attributes:
         fragments: the optimizer's parameters.
+        group_of: by name, the index of the parameter group that each of them was planned in.
         around: makes the context of every step. It sees to the gradients before and to the parameters after.
         begun: called in that context when this rank can take the step; raises unless all ranks can.
     """
@@ -71,6 +72,7 @@ class OwnerSession(Session):
         super().__init__(capture.optimizer, options, capture=capture)
         self._group, self._joint, self._bound = group, joint, bound
         self.fragments = tuple(filling.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
+        self.group_of = {b.name: b.param_group for b in bound.values()}
         self._whole = whole
         self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.begun: Callable[[], None] = lambda: None
@@ -138,9 +140,7 @@ class OwnerSession(Session):
         binder = Binder(self.optimizer, self.options, self.capture)
         bound = [b for fragment in self.fragments for b in self._bind(fragment, binder)]
         bound.sort(key=lambda b: b.task.index)
-        plan = make_plan(bound, self.optimizer_name, self.options, self.observers, self._joint.step)
-        params = tuple(p for group in self.optimizer.param_groups for p in group["params"])
-        return replace(plan, params=params)
+        return make_plan(bound, self.optimizer_name, self.options, self.observers, self._joint.step)
 
     def _bind(self, fragment: Fragment, binder: Binder) -> Iterator[BoundParam]:
         pieces: tuple[Described, ...] = ()

@@ -36,7 +36,6 @@ class Plan:
         views: what shows parameters of the optimizer as those that are in `bound`, each after the view that shows its
             source.
         history: the record of the passes from CAPTURED to OWNED.
-        params: the parameters of the optimizer for which the plan was made, in order.
     """
 
     bound: dict[str, BoundParam]
@@ -47,7 +46,6 @@ class Plan:
     stagger: Stagger
     views: tuple[ParamView, ...]
     history: PassHistory
-    params: tuple[torch.Tensor, ...]
 
     def placed(self, task: str) -> Placed:
         """Return the placed template of a task."""
@@ -154,7 +152,6 @@ def make_plan(
         stagger(owned, variant_periods),
         views_of(bound),
         history,
-        tuple(dict.fromkeys(b.origin for b in bound)),
     )
 
 

@@ -337,7 +337,7 @@ class Session(PortableState):
         owned_as = None if siblings is None else siblings.owned(self, bound, binders)
         plan = make_plan(bound, self.optimizer_name, self.options, self.observers, owned_as)
         if self.number == 1 and distributed() and self.options.replicate is None:
-            notice_data_parallel(plan.owned, plan.params)
+            notice_data_parallel(plan.owned, [param for _, _, param in self.named])
         if self.options.plan is not None and owned_as is None:
             self.options.plan.check_followed(whole(plan, self.options))
         return plan

@@ -79,6 +79,7 @@ class StepDriver:
     ) -> None:
         self.capture, self.plan = capture, plan
         self.optimizer = optimizer = capture.optimizer
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]  # for which the plan was made
         self.gradients = StepGradients(capture, plan)
         self.store = StateStore(optimizer, plan, self.gradients, groups, rank, watch)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
@@ -192,9 +193,9 @@ class StepDriver:
         return self._change()
 
     def _bound(self) -> bool:
-        """Tell whether the optimizer still has the parameters of this plan."""
-        params = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
-        return params == list(map(id, self.plan.params))
+        """Tell whether the optimizer still has the parameters of this plan, each in its group."""
+        now = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+        return now == [list(map(id, own)) for own in self._groups]
 
     def _participants(self) -> Participants:
         """Find the tasks that have gradients now."""

@@ -298,6 +298,24 @@ def test_add_param_group_after_steps() -> None:
     assert [t.shape for t in pair.report.tasks] == [(6, 4), (4, 6), (8, 4)]
 
 
+def test_a_parameter_that_moves_to_the_next_group() -> None:
+    """The order of all parameters stays the same, and their groups do not."""
+    pair = Pair(
+        lambda params: torch.optim.SGD([{"params": params[:2]}, {"params": params[2:], "lr": 0.3}], lr=0.1),
+        [(6, 4), (4, 6), (3, 5), (8,)],
+    )
+    pair.steps(2)
+    for optimizer in pair.both:
+        first, second = optimizer.param_groups
+        second["params"].insert(0, first["params"].pop())
+    pair.steps(2)
+    for optimizer in pair.both:
+        first, second = optimizer.param_groups
+        first["params"] += second["params"]
+        optimizer.param_groups.pop()
+    pair.steps(2)
+
+
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "afterwards"])
 def test_parameters_may_be_replaced(steps: int) -> None:
     pair = Pair()

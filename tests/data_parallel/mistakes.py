@@ -122,6 +122,22 @@ def parameter_added() -> None:
     train(model, optimizers)
 
 
+def moved_to_another_group() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    params = optimizers[0].param_groups[0]["params"]
+    optimizers[0].param_groups.append({**optimizers[0].param_groups[0], "params": [params.pop()], "lr": 0.5})
+    train(model, optimizers)
+
+
+def left_its_optimizer() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    gone = optimizers[0].param_groups[0]["params"].pop()
+    gone.grad = None
+    train(model, optimizers)
+
+
 def memory_replaced() -> None:
     model, optimizers, _ = set_up()
     train(model, optimizers)
@@ -322,6 +338,8 @@ MISTAKES: dict[str, Callable[..., None]] = {
         backward_after_a_step_without_zero_grad,
         step_without_backward,
         parameter_added,
+        moved_to_another_group,
+        left_its_optimizer,
         memory_replaced,
         parameters_replaced_by_a_checkpoint,
         unfrozen_later,

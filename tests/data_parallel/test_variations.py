@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data_parallel.variations import VARIATIONS, averaged, train, unwrapped
+from tests.data_parallel.variations import VARIATIONS, averaged, scaled, train, unwrapped
 from tests.harness.marks import only
 from tests.harness.ranks import run
 
@@ -12,6 +12,10 @@ from tests.harness.ranks import run
 @pytest.mark.parametrize(("variation", "gather"), only([("tied", "forward")], list(VARIATIONS), ["step", "forward"]))
 def test_unusual_backward_passes(variation: str, gather: str) -> None:
     assert run(2, train, variation, gather) == [[], []]
+
+
+def test_an_attribute_of_a_parameter_that_comes_and_goes() -> None:
+    assert run(2, scaled) == [[], []]
 
 
 @pytest.mark.full

@@ -111,6 +111,35 @@ def train(variation: str, gather: str) -> list[str]:
     return differences
 
 
+class Scaled(torch.optim.Optimizer):
+    """Reads an attribute of its parameters that need not be there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            param.sub_(param.grad, alpha=0.1 * getattr(param, "lr_mul", 1.0))
+
+
+def scaled() -> list[str]:
+    """Give a parameter an attribute, change it, and take it away."""
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, own = (Scaled(model.parameters(), {}) for model in models)
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    both = plain, canzona_compile.zero1(models[1], own, mesh=mesh)
+    for step in range(4):
+        for model, optimizer in zip(models, both, strict=True):
+            if step == 3:
+                del model.weight.lr_mul
+            elif step:
+                model.weight.lr_mul = 1.0 + step
+            model(torch.full((2, 8), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return different(models[1], models[0])
+
+
 def unwrapped() -> list[str]:
     """Train under zero1, unwrap, and train on under DDP: the model is as if zero1 had never seen it."""
     pair = Pair()
