@@ -103,7 +103,7 @@ BAD: dict[str, tuple[Spoiled, str]] = {
     "no schema": (lambda d: d.pop("schema"), "schema"),
     "another schema": (lambda d: d.update(schema=2), "schema is 2"),
     "a field is missing": (lambda d: d.pop("bandwidth"), "'bandwidth' is missing"),
-    "a field too many": (lambda d: d.update(bandwidht=1.0), "no field 'bandwidht'"),
+    "a field too many": (lambda d: d.update(bandwidht=1.0), "the field 'bandwidht' is unknown"),
     "no number": (lambda d: d.update(bandwidth="fast"), "bandwidth is 'fast'"),
     "a flag for a number": (lambda d: d.update(memory=True), "memory is True"),
     "zero": (lambda d: d.update(processors=0), "processors is 0"),

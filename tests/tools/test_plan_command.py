@@ -174,7 +174,10 @@ def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
             ["--exact (the planner exact) and --alpha (the planner alpha) cannot be combined"],
         ),
         (["--exact", "--planner", "static"], ["--planner (the planner static) and --exact (the planner exact)"]),
-        (["--capacity", "100"], ["capacity 100 is below the 4608 bytes", "at:   layers.0.q", "hint: at least 4608"]),
+        (
+            ["--capacity", "100"],
+            ["capacity=100 is less than the 4608 bytes", "at:   layers.0.q", "hint: pass at least 4608"],
+        ),
         (["--capacity", "0"], ["capacity=0 is not a positive integer", "capacity="]),
         (["--micro-groups", "0"], ["micro_groups=0 is not a positive integer", "micro_groups="]),
         (["--depth", "-1"], ["depth=-1 is not a positive integer", "depth="]),
@@ -200,7 +203,7 @@ def test_options_that_cannot_be(
         (
             "--params",
             '{"w": {"shape": [8, 8], "tp": 2}}',
-            [": w", "tp is 2, which is not a dim of [8, 8]", "hint: the dim"],
+            [": w", "tp is 2, which is not a dim of [8, 8]", "hint: set tp to the dim"],
         ),
         ("--hf-config", None, ["it cannot be read: No such file", "hint: pass a file"]),
         ("--hf-config", "{}", ["the field 'num_attention_heads' is missing", "hint: is it the config of a decoder?"]),
@@ -225,7 +228,7 @@ def test_files_that_cannot_be(
     [
         ("name", None, "the field 'name' is missing"),
         ("speed", 1, "the field 'speed' is unknown"),
-        ("name", 5, "name is 5, no text"),
+        ("name", 5, "name is 5, not a string"),
         ("overlap", 1, "overlap is 1, neither true nor false"),
         ("ranks_per_node", 0, "ranks_per_node is 0, not a positive number"),
         ("bandwidth", "fast", "bandwidth is 'fast', not a positive number"),

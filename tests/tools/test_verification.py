@@ -165,7 +165,7 @@ def test_arguments_are_checked_before_any_process_starts(build: Any, options: di
         (f"{BUILDS}:raises", "build() raised KeyError: 'no such layer'", "user_builds.py"),
         (f"{BUILDS}:leaves", "build() raised SystemExit: 3", "in leaves"),
         (f"{BUILDS}:one_thing", "returned a Sequential", "one_thing"),
-        (f"{BUILDS}:swapped", "must return a torch.nn.Module, not a Muon", "swapped"),
+        (f"{BUILDS}:swapped", "must return a torch.nn.Module as the first element, not a Muon", "swapped"),
         (f"{BUILDS}:loss_is_a_number", "must return a function loss", "loss_is_a_number"),
         (f"{BUILDS}:wrapped", "returned a wrapped optimizer", None),
         (f"{BUILDS}:no_params", "no parameters", None),

@@ -79,6 +79,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="A",
         help="use the planner alpha: 0 balances communication, 1 balances computation",
     )
+    add_arguments_of_the_step(parser)
+
+
+def add_arguments_of_the_step(parser: ArgumentParser) -> None:
+    """Add what decides how a step runs, and what is shown of it."""
+    add = parser.add_argument
     add("--capacity", type=int, metavar="BYTES", help="the most bytes that a micro-group gathers to one rank")
     add(
         "--micro-groups",
