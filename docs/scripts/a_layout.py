@@ -9,7 +9,7 @@ from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Form, Step, Task
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.passes import lowering_passes, planning_passes
-from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.parameter_spec import ParamExample, ParameterSpec
 from canzona_compile.report.build import Facts, make_report
 
 
@@ -27,7 +27,7 @@ def corners(shape: tuple[int, int], ranks: tuple[int, int, int]) -> Layout:
 # --8<-- [start:plan]
 muon = torch.optim.Muon([torch.nn.Parameter(torch.zeros(64, 48))])
 spec = ParameterSpec((64, 48), torch.float32, torch.float32, torch.device("cpu"))
-template = Capture(muon).kind_of(muon.param_groups[0], spec, "weight").template
+template = Capture(muon).kind_of(ParamExample(muon.param_groups[0], spec, "weight")).template
 task = Task("weight", 0, 0, template.name, corners((64, 48), ranks=(0, 1, 2)))
 captured = Step(Form.CAPTURED, "Muon", Machine("cpu", "gloo", 1), (template,), (task,))
 options = Options(strategy="owner")
