@@ -94,7 +94,7 @@ def test_fragments_that_stay_apart_are_refused_on_all_ranks(
         assert "the fragments of state" in said
         assert why in said
         assert "at:   group0.param0" in said
-        assert "hint: wrap before the first step" in said
+        assert "hint: call wrap before the first step" in said
 
 
 # -- saved -------------------------------------------------------------------------------------------
