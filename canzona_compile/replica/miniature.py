@@ -198,7 +198,7 @@ def tensors_on(param: Tensor) -> list[Tensor]:
 
 
 def public(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a parameter that steps may read, but for the objects of frameworks, which have an underscore."""
+    """The attributes of a parameter that steps may read, without the objects of frameworks (names with underscores)."""
     return {name: value for name, value in attributes.items() if not name.startswith("_") or isinstance(value, MARKS)}
 
 
