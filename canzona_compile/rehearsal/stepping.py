@@ -31,7 +31,7 @@ class VisibleContext(enum.Enum):
 
     NONE = "steps one parameter as all"
     ITSELF = "asks which object its parameter is, for its address, or for its strides"
-    ATTRIBUTES = "reads attributes of its parameter that are neither numbers nor strings"
+    ATTRIBUTES = "reads attributes of its parameter that are private, or neither numbers nor strings"
     GROUP = "reads the position of a parameter in its group, or the number of parameters of the group"
     ALL_GROUPS = "reads the hyperparameters or the number of other parameter groups"
 

@@ -24,6 +24,7 @@ from canzona_compile.ir.layout import Shape, local_part
 from canzona_compile.ir.step import Leaf
 from canzona_compile.replica.copies import Copies, copy_closures
 from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
+from canzona_compile.replica.twin import MARKS
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
 LARGEST_NUMBER = 2**31  # of those that are no ids and no addresses
@@ -197,8 +198,8 @@ def tensors_on(param: Tensor) -> list[Tensor]:
 
 
 def public(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a parameter that users set; names of frameworks begin with an underscore."""
-    return {name: value for name, value in attributes.items() if not name.startswith("_")}
+    """The attributes of a parameter that steps may read, without the objects of frameworks (names with underscores)."""
+    return {name: value for name, value in attributes.items() if not name.startswith("_") or isinstance(value, MARKS)}
 
 
 def addresses(param: Tensor) -> set[int]:

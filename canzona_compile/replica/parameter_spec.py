@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ class ParameterSpec:
     device: torch.device
     marks: tuple[tuple[str, Any], ...] = ()
     part: bool = False
+    _as_text: tuple[str, ...] = field(init=False, repr=False)  # of the marks: 1, 1.0 and True are equal, and no text is
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_as_text", tuple(repr(value) for _, value in self.marks))
 
     @classmethod
     def of(cls, param: Tensor, shape: Shape | None = None, grad_dtype: torch.dtype | None = None) -> ParameterSpec:

@@ -122,10 +122,10 @@ class HeldParameters:
         parts = [p._local_tensor if isinstance(p, DTensor) else p for p in self.params.values()]
         return [*map(Tensor.data_ptr, parts), *map(attrgetter("dtype"), parts)]
 
-    def _marks_now(self) -> dict[str, dict[str, Any]]:
+    def _marks_now(self) -> dict[str, str]:
         if not any_attributes(self.params.values()):
             return {}
-        return {name: marks for name, param in self.params.items() if (marks := plain_attributes(param))}
+        return {name: str(marks) for name, param in self.params.items() if (marks := plain_attributes(param))}
 
     def use_gradients(self, names: Iterable[str]) -> None:
         """Make NaN of the gradients of a step that writes them, as the plain optimizer leaves other values in them."""

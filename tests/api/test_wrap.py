@@ -316,6 +316,39 @@ def test_a_parameter_that_moves_to_the_next_group() -> None:
     pair.steps(2)
 
 
+class Marked(Optimizer):
+    """Reads attributes of its parameters that need not be there."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                sign = -1 if getattr(param, "flipped", None) is True else 1
+                scale = 3 if getattr(param, "_scaled", False) else 1
+                param.sub_(param.grad @ param.grad.mT @ param.grad, alpha=group["lr"] * sign * scale)
+
+
+def test_attributes_of_parameters_that_are_equal_and_not_the_same() -> None:
+    pair = Pair(Marked, [(4, 4)] * 3)
+    for values in [(True, 1, 1.0), (1, True, 1.0)]:
+        for optimizer in pair.both:
+            for param, value in zip(params_of(optimizer), values, strict=True):
+                param.flipped = value  # type: ignore[attr-defined]
+        pair.steps(2)
+
+
+def test_private_attributes_of_parameters() -> None:
+    """A plan gives none to a step of one parameter, so such an optimizer runs in another way."""
+    pair = Pair(Marked, [(4, 4)] * 2)
+    for optimizer in pair.both:
+        params_of(optimizer)[0]._scaled = True  # type: ignore[attr-defined]
+    pair.steps(2)
+
+
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "afterwards"])
 def test_parameters_may_be_replaced(steps: int) -> None:
     pair = Pair()
