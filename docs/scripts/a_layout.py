@@ -9,7 +9,7 @@ from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Form, Step, Task
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.passes import lowering_passes, planning_passes
-from canzona_compile.replica.parameter_spec import ParamExample, ParameterSpec
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.report.build import Facts, make_report
 
 
