@@ -303,7 +303,7 @@ def test_operators_refuse_what_does_not_fit() -> None:
     x = torch.empty(4, 3, device="meta")
     with pytest.raises(ValueError, match="they must have the same shape"):
         SYM_GEMM(x, torch.empty(3, 4, device="meta"))
-    with pytest.raises(ValueError, match=r"c is \[3, 3\], but the product \[4, 4\]"):
+    with pytest.raises(ValueError, match=r"c is \[3, 3\], but the product is \[4, 4\]"):
         SYM_GEMM(x, None, torch.empty(3, 3, device="meta"))
     with pytest.raises(ValueError, match=r"the factor is \[3, 3\], not \[4, 4\]"):
         GEMM_AXPBY(torch.empty(3, 3, device="meta"), x)
