@@ -42,7 +42,7 @@ def test_a_method_that_reads_a_parameter_of_the_root(how: str) -> None:
 def test_one_rank_reads_parameters_alone(how: str) -> None:
     (text, one), (_, two) = run(2, read_by_one, how, fresh=True, after=AFTER)
     assert "rank 1 did not make this call" in text
-    assert "synchronize() on all ranks" in text
+    assert "synchronize() on all of them" in text
     assert one == two == []
 
 

@@ -174,7 +174,7 @@ def refused(told: str) -> str:
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        ("pattern", "'*.gate.weight' fits no parameter"),
+        ("pattern", "'*.gate.weight' matches no parameter"),
         ("mesh", "which contains data-parallel ranks"),
         ("sizes", "replicas disagree"),
     ],

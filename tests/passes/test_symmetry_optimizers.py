@@ -202,7 +202,7 @@ def test_stacks_of_tasks_compute_the_same() -> None:
     assert cut.stacked is not None
     assert {SYM_GEMM, aten.diagonal_scatter.default} <= set(calls(cut.stacked.graph))
     each = [n.args[0] for n in cut.stacked.graph.nodes if getattr(n.target, "__name__", "") == "each"]
-    assert each == [aten.linalg_vector_norm.default, aten.clamp.default]  # nothing else loops over tasks
+    assert not each  # nothing loops over tasks, as CUDA promises no bits of norms
     wires = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (found,) = evaluate(in_float64(cut.stacked.graph), {"_to_copy": wires, "eps": 1e-7})
     one_by_one = [evaluate(in_float64(cut.compute), {"_to_copy": w, "eps": 1e-7})[0] for w in wires]
