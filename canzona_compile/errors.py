@@ -34,8 +34,7 @@ class CanzonaError(RuntimeError):
 
 
 class UnsupportedOptimizer(CanzonaError):
-    """The optimizer, one of its options or one of its parameters cannot be distributed with the results of the "
-    "plain optimizer."""
+    """The optimizer, an option or a parameter cannot be distributed with the results of the plain optimizer."""
 
 
 class UnsupportedLayout(CanzonaError):

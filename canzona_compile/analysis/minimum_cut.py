@@ -25,7 +25,7 @@ class Network(Generic[N]):
     def far_from(self, sink: N, source: N) -> set[N]:
         """Find the nodes on the side of the source of a minimum cut: of all such cuts, the one nearest to the sink.
 
-        This uses up the capacities.
+        The flow grows along shortest paths (Edmonds and Karp, JACM 19, 1972). This uses up the capacities.
 
         Raises:
             ValueError: every cut is infinite.

@@ -168,8 +168,7 @@ class CompiledCallRecorder(CallRecorder):
             return self.note.add(
                 UnsupportedOptimizer(
                     f"{type(owner).__name__} compiles a function that takes the optimizer, so torch may compile it "
-                    "again "
-                    "for copies of the optimizer, and that code may round differently",
+                    "again for copies of the optimizer, and that code may round differently",
                     hint="compile a function that takes only tensors and numbers, or do not compile it",
                 )
             )

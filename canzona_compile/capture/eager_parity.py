@@ -25,7 +25,7 @@ from canzona_compile.capture.variant import StepInputs
 from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.ir.compiled_call import num_compiled_calls
-from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, run_nodes, tensor_value
+from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, tensor_value
 from canzona_compile.ir.step import Role, Template
 from canzona_compile.replica.copies import deep_copy
 from canzona_compile.replica.external_counters import give_counts
@@ -121,7 +121,7 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     arguments = [as_input(node, value) for node, value in zip(placeholders(template.graph), arguments, strict=True)]
     with torch.no_grad(), matmul_precision(template.precision), as_written():
         try:
-            found = run_nodes(fx.Interpreter(graph_module(template.graph, "Captured")), arguments)
+            found = fx.Interpreter(graph_module(template.graph, "Captured")).run(*arguments)
         except RuntimeError:  # an operator of the graph fails; the step may catch that
             found = None
     with compiled_calls() as calls, as_written():

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from canzona_compile.capture.dynamo import silent
 from canzona_compile.capture.recording import RecordedCall, is_constant, number_in
 from canzona_compile.compat.torch_private import FAKE_LOGGER, FakeTensorMode
-from canzona_compile.ir.fx_utils import ancestors, run_nodes
+from canzona_compile.ir.fx_utils import ancestors
 from canzona_compile.replica.raised import Untraceable
 
 
@@ -193,7 +193,7 @@ def _trace(
                 except GuardOnDataDependentSymNode as error:
                     raise _NeedsValue(scalars_behind(n)) from error
 
-        return (*run_nodes(Inline(gm), arguments), *attributes, *arguments)
+        return (*Inline(gm).run(*arguments), *attributes, *arguments)
 
     def like(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -108,7 +108,7 @@ class GroupedKernel(torch.nn.Module):
         self.table: SegmentTable | None = None
         self.words: StepWords | None = None
         self._geometry: list[Any] = []
-        self._last: Any = None  # addresses and numbers of the last call, if the words are to hold them
+        self._last: Any = None  # the addresses of the last call, if the words are to hold them
         self._ranges: list[tuple[int, int]] = []  # of the words
         self._numbers = np.zeros(0, np.int64)
         self._places = np.zeros((0, 0), np.int64)
@@ -190,7 +190,6 @@ class GroupedKernel(torch.nn.Module):
 
     def number(self, values: Sequence[float]) -> None:
         """Let the numbers of all parts have these values. Nothing is sent yet."""
-        self._last = None
         self._numbers[:] = np.array(values, np.float64).view(np.int64)
 
     def flush(self) -> None:
@@ -267,12 +266,12 @@ class GroupedKernel(torch.nn.Module):
             self._build(parts)
             self._geometry, self._last = geometry, None
         assert self.table is not None
-        if self._last != (addresses, numbers):
+        if self._last != addresses:
             for part, lists in enumerate(addresses):
                 for operand, own in enumerate(lists):
                     self.place(part, operand, own)
-            self.number(numbers)
-            self._last = addresses, numbers
+            self._last = addresses
+        self.number(numbers)
         self.flush()
         return bool(self.table.blocks)
 

@@ -84,22 +84,6 @@ def casts(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
 
 
-def run_nodes(interpreter: fx.Interpreter, arguments: Iterable[Any]) -> Any:
-    """Do what `interpreter.run(*arguments)` does, without the bar for progress that is made there and not shown.
-
-    Args:
-        interpreter: runs nodes one by one.
-        arguments: those of the graph.
-
-    Returns:
-        What the graph returns.
-    """
-    interpreter.args_iter = iter(arguments)
-    for node in interpreter.graph.nodes:
-        interpreter.env[node] = interpreter.run_node(node)
-    return interpreter.env[node]
-
-
 # -- which nodes depend on which ---------------------------------------------------------------
 
 

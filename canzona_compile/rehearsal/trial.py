@@ -36,7 +36,7 @@ class Plainly:
     """A way to step a miniature: all parameters together, as the plain optimizer does. Others derive from it.
 
     Attributes:
-        asks: whether it is watched what steps ask: only of plain ones does anybody want to know it.
+        asks: whether questions of its steps about layouts are noted. Only those of plain steps are read.
     """
 
     asks: ClassVar[bool] = True

@@ -1,5 +1,6 @@
 """Where an optimizer holds what belongs to no single parameter: its attributes, its parameter groups, odd entries of
-its state. Whoever copies, compares, watches or publishes an optimizer goes through these; some hold other optimizers.
+its state. Whoever copies, compares, watches or publishes an optimizer goes through these. Last, the optimizers that an
+object holds.
 """
 
 from __future__ import annotations

@@ -79,12 +79,12 @@ class StepKey(NamedTuple):
     Attributes:
         places: of each input that looks tensors up, where they are, or how they lie if the words of kernels say where.
         tensors: the addresses of hyperparameters that are tensors.
-        fixed: the numbers that operators keep.
+        fixed: the numbers that operators keep, as text: 0.0 and -0.0, and 1 and True, are equal as numbers.
     """
 
     places: tuple[Hashable, ...]
     tensors: tuple[int, ...]
-    fixed: tuple[Any, ...]
+    fixed: tuple[str, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -94,12 +94,12 @@ class WordsHeld:
     Attributes:
         recording: the recording whose replay reads them.
         places: by input, the addresses of its tensors.
-        numbers: the values of the host.
+        numbers: the values of the host, as text: 0.0 and -0.0 are equal as numbers.
     """
 
     recording: Recording
     places: dict[int, list[int]] = field(default_factory=dict)
-    numbers: list[Any] | None = None
+    numbers: str = ""
 
 
 class Replay:
@@ -323,8 +323,8 @@ class Replay:
                 held.places[i] = addresses
                 for name, part, operand in self._columns[i]:
                     self._kernels[name].place(part, operand, addresses)
-        if held.numbers != self._wanted:
-            held.numbers = self._wanted
+        if held.numbers != (numbers := repr(self._wanted)):
+            held.numbers = numbers
             for name in recording.laid:
                 self._kernels[name].number([self._wanted[i] for part in self._split.tables[name] for i in part])
         self._fill()
@@ -380,7 +380,7 @@ class Replay:
             if kind != "device":
                 self._values[i] = value
             if kind == "kept":
-                fixed.append(value)
+                fixed.append(repr(value))
         self._places = {}
         places = tuple(self._place(i, arguments[i]) for i in self._moving)
         return StepKey(places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -53,6 +54,11 @@ class Waiter:
     ) -> None:
         self.listeners, self.device, self.hint, self._meanwhile = listeners, device, hint, meanwhile
 
+    @cached_property
+    def on_host(self) -> bool:
+        """Whether the host waits for collectives, and not a stream. It is asked once, since every step waits."""
+        return self.device.type == "cpu" or over_gloo(self.device)
+
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. Over gloo, and on the CPU, the host waits; elsewhere the current stream waits.
 
@@ -62,8 +68,7 @@ class Waiter:
         Raises:
             CanzonaError: the collective failed, or a peer failed and will not take part in it.
         """
-        on_host = self.device.type == "cpu" or over_gloo(self.device)
-        if not on_host:  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
+        if not self.on_host:  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
             work.wait()
             return
         while True:

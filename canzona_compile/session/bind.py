@@ -291,9 +291,7 @@ class Binder:
         if numbers == [whole[0]] or not independent(kind):
             return None
         layout = own.layout_of_entries()
-        if (
-            not layout.shape[0] and layout.grid.shards == 1
-        ):  # an empty parameter needs no owner, and no replica sends it
+        if not layout.shape[0] and layout.grid.shards == 1:  # it is empty: it needs no owner, and no replica sends it
             layout = replace(layout, grid=Grid(((self.rank,),)))
         parts: dict[int, ParamKind] = {}
         for number in numbers:

@@ -71,9 +71,8 @@ def put_together(value: DTensor, leaf: str, task: Task) -> Tensor:
     try:
         whole = value.full_tensor()
         for name in inner_tensors(whole):
-            setattr(
-                whole, name, getattr(whole, name).clone()
-            )  # waits for the collective and makes the inner tensors plain
+            # This waits for the collective and makes the inner tensors plain.
+            setattr(whole, name, getattr(whole, name).clone())
     except Exception as error:  # whatever the class raises, on all ranks, as they hold equal shapes
         raise apart(leaf, value, first_line(error), task.name) from error
     return whole

@@ -363,6 +363,14 @@ def test_numbers_are_read_anew() -> None:
     assert (kernel.uploads, kernel.words.copies) == (1, 3)
 
 
+def test_the_sign_of_zero_is_sent() -> None:
+    program = Work(one_number(), SHAPE, []).program()
+    kernel, x, y = GroupedKernel("numbers", [program], [0]), torch.ones(SHAPE), torch.empty(SHAPE)
+    for lr in (0.0, -0.0):
+        kernel((([x], [y]), (lr,)))
+        assert torch.equal(y.signbit(), (x * lr).signbit())
+
+
 def one_number() -> Any:
     b = Builder(x=empty(SHAPE), lr=0.1)
     return b.returns(b.call("y", aten.mul.Tensor, b["x"], b["lr"]))

@@ -181,6 +181,17 @@ def test_numbers_of_a_step_are_words_of_its_program(name: str) -> None:
     assert sum(kernel.uploads for kernel in kernels) == uploads, "no table"
 
 
+def test_the_sign_of_zero_reaches_what_was_recorded() -> None:
+    steps = Steps("muon")
+    for rate in (0.1, 0.2, 0.3, 0.4, 0.0):
+        assert steps.step(lr=rate) < 1e-5
+    (replay,) = steps.replays
+    sent = {name: kernel._numbers.copy() for name, kernel in replay._kernels.items()}
+    assert steps.step(lr=-0.0) < 1e-5
+    assert replay.recordings == 1
+    assert any((kernel._numbers != sent[name]).any() for name, kernel in replay._kernels.items())
+
+
 @pytest.mark.parametrize("name", first(["muon", "normuon"]))
 def test_gradients_that_move_are_read_where_they_are(name: str) -> None:
     """`zero_grad(set_to_none=True)` and a rate for each step: one recording, which every later step replays."""

@@ -30,6 +30,5 @@ HEAD_OF_SEVERAL = re.compile(
 LAST_HEAD = re.compile(r"fc", re.IGNORECASE)  # a head where it is the last module, as in ResNets
 HIDDEN = re.compile(r"attn|attention|mlp|ffn|feed_?forward|block|layer", re.IGNORECASE)
 ROUTER = re.compile(r"(^|_)(router|gate)$", re.IGNORECASE)
-ADAPTERS = re.compile(
-    r"base_layer|modules_to_save|original_module|lora_\w+"
-)  # names that peft adds below an adapted layer
+# Names that peft adds below an adapted layer.
+ADAPTERS = re.compile(r"base_layer|modules_to_save|original_module|lora_\w+")

@@ -35,8 +35,6 @@ FOLDER = "canzona-acceptance"
 # Seconds of the process groups' timeouts. One step waits for it, and no rank waits so long for a slow one.
 PATIENCE = {("cuda", "nccl"): 120.0, ("cuda", "gloo"): 60.0, ("cpu", "gloo"): 30.0}
 ON_FEW = (2, 4)  # numbers of ranks that show something, where there are not as many GPUs
-# The parts of a whole run, in order. Each one can be run by itself.
-PARTS: dict[str, Callable[[bool], Iterator[AcceptanceStep]]] = {}
 Taken = tuple[AcceptanceStep, int]  # a step, and how many ranks take it
 RANKS = {"ranks", "two mesh dims", "two stages"}  # needs of steps that show something else with more ranks
 
@@ -152,7 +150,8 @@ def correctness(dry: bool) -> Iterator[AcceptanceStep]:
     yield from (*machine_works(), *first_layouts(), *audit(), *other_layouts(), *data_parallel(), *last_audit())
 
 
-PARTS |= {
+# The parts of a whole run, in order. Each one can be run by itself.
+PARTS: Mapping[str, Callable[[bool], Iterator[AcceptanceStep]]] = {
     "correctness": correctness,
     "tests": gpu_tests,
     "benchmarks": benchmarks,

@@ -15,18 +15,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CUTS = ("fsdp", "ddp", "fsdp_columns", "tp", "hsdp", "tp_ddp", "both_dims", "stages")
 MEANING = (
     "The wrapped optimizer gives different results from the plain one on this device. A relative distance near "
-    "rounding "
-    "points to a product in another order or precision (check TF32 and similar settings), a large one to fragments in "
-    "wrong places or memory that is read too early. Compare with the other steps: if only layouts with several ranks "
-    "fail, communication is wrong; if `whole` fails too, a kernel is wrong."
+    "rounding points to a product in another order or precision (check TF32 and similar settings), a large one to "
+    "fragments in wrong places or memory that is read too early. Compare with the other steps: if only layouts with "
+    "several ranks fail, communication is wrong; if `whole` fails too, a kernel is wrong."
 )
 ZERO1_STEPS = 8
 ZERO1_MEANING = (
     "Backward reduced gradients to wrong owners or too early, the step updated parameters of other owners, or "
-    "parameters "
-    "were read before they were gathered. If only gather=forward fails, it is the last: find the code that reads "
-    "parameters outside of a module's forward pass. If it hangs, ranks start buckets in different orders: see their "
-    "stacks."
+    "parameters were read before they were gathered. If only gather=forward fails, it is the last: find the code that "
+    "reads parameters outside of a module's forward pass. If it hangs, ranks start buckets in different orders: see "
+    "their stacks."
 )
 
 

@@ -157,8 +157,7 @@ def checked_memory(dry: bool) -> Iterator[AcceptanceStep]:
         "tests/memcheck",
         "no kernel of these tests reads or writes outside of its tensors",
         "A kernel accesses memory outside of its tensors: exit code 9, and the log names kernel and address. Other "
-        "exit "
-        "codes are failed tests; under the sanitizer those that bound time or memory may fail by themselves.",
+        "exit codes are failed tests; under the sanitizer those that bound time or memory may fail by themselves.",
         OneProgram((*check, "{python}", *PYTEST, "-x", "-k", f"not ({PROFILED})", *files_of_gpu_tests())),
         ("cuda", "triton", "sanitizer", "pytest", "repository"),
         SLOW / 2,
