@@ -1,4 +1,8 @@
-"""A minimum cut of a small network. Packages that have one take longer to import than a first step plans."""
+"""A minimum cut of a small network.
+
+`networkx.minimum_cut` finds the same cuts, as a test shows. But a first step needs networkx for nothing else, and with
+it the first step of four equal matrices took 0.88 in place of 0.61 s of CPU time.
+"""
 
 from __future__ import annotations
 
