@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -224,11 +225,13 @@ def calls_of_a_step(optimizer: Any) -> Counter[str]:
         elif event == "c_call":
             found[getattr(argument, "__qualname__", str(argument))] += 1
 
+    gc.disable()  # hypothesis times collections, once it has run in this process
     sys.setprofile(note)
     try:
         optimizer.step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from canzona_compile.tools.acceptance.machine import AcceptedMachine
 from canzona_compile.tools.acceptance.side_by_side import same_operators
 from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
 from canzona_compile.tools.acceptance.steps_machine import files_of_gpu_tests
+from canzona_compile.tools.acceptance.supervisor import interrupts_reach_programs
 from canzona_compile.tools.processes import backend_for
 from tests.lowering.emitted_steps import emitted
 from tests.tools import planted_steps as planted
@@ -81,6 +83,15 @@ def found_in(folder: Path) -> dict[str, dict[str, str]]:
     return {own["name"]: own for own in json.loads((folder / "acceptance.json").read_text())["steps"]}
 
 
+@pytest.fixture
+def in_background() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_background")
 def test_time_that_is_over_ends_no_record_and_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that takes too long says what it knows; what finds no time is skipped; everything is in the archive."""
     monkeypatch.setattr("canzona_compile.tools.acceptance.supervisor.SHORTEST", 1.0)
@@ -102,7 +113,9 @@ def test_time_that_is_over_ends_no_record_and_fails_nothing(tmp_path: Path, monk
 def test_an_interrupt_leaves_an_archive(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "canzona_compile", "accept", "correctness", "--dry", "--output", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with interrupts_reach_programs():  # these tests may run in the background
+        started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with started as process:
         page = tmp_path / "correctness" / "acceptance.json"
         while process.poll() is None and not (page.exists() and json.loads(page.read_text())["steps"]):
             time.sleep(0.05)

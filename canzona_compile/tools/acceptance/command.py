@@ -274,12 +274,16 @@ def leave_together(own: LocalRanks) -> None:
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Let what ends a command from outside raise, as Ctrl-C does, so that results are packed and ranks are ended."""
+    """Let what ends a command from outside raise, as Ctrl-C does, so that results are packed and ranks are ended.
+
+    What is ignored, as nohup ignores that a terminal closes, stays ignored.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
     finally:

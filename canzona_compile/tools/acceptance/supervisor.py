@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -240,7 +240,7 @@ class Supervisor:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
         root = machine.root or Path.cwd()
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), kept.get("PYTHONPATH", ""))))
-        with output.open("w", encoding="utf-8") as file:
+        with output.open("w", encoding="utf-8") as file, interrupts_reach_programs():
             process = subprocess.Popen(
                 arguments, cwd=root, env=kept, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -259,6 +259,22 @@ class Supervisor:
         if code:
             return RankEnd(0, "failed", f"exit code {code}: {said}", tail(output))
         return RankEnd(0, "passed", said)
+
+
+@contextlib.contextmanager
+def interrupts_reach_programs() -> Iterator[None]:
+    """Let the programs that start inside of this context hear Ctrl-C, if this one ignores it.
+
+    A shell lets what it starts in the background ignore it, and programs inherit that, but no handler.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def judged(step: AcceptanceStep, ends: list[RankEnd], count: int) -> StepResult:
