@@ -57,7 +57,7 @@ class Pending:
         result: what is there once it is done and `complete` was called: a shard if it reduces, the whole bucket if it
             gathers.
         works: what to wait for; empty if it is done.
-        kept: memory that it still reads.
+        kept: memory of whole buckets that it needs until then, and not longer.
         parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums.
     """
 
@@ -76,23 +76,56 @@ class Pending:
         return self.result
 
 
-def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
+class BucketMemory:
+    """Memory for whole buckets, which later ones take over.
+
+    On the CPU memory of this size comes fresh from the system, page by page, and the pages cost as much time as a
+    collective. For CUDA, torch's allocator does the same as this.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.UntypedStorage] = []
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no bucket has now."""
+        return sum(storage.nbytes() for storage in self._free)
+
+    def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory without values, [length]."""
+        if device.type != "cpu":
+            return torch.empty(length, dtype=dtype, device=device)
+        size = length * dtype.itemsize
+        self._free.sort(key=lambda storage: storage.nbytes())
+        fits = next((i for i, storage in enumerate(self._free) if storage.nbytes() >= size), None)
+        if fits is None:
+            del self._free[-1:]  # one that is too small is replaced, so there are never more than buckets at once
+            return torch.empty(length, dtype=dtype, device=device)
+        return torch.empty(0, dtype=dtype, device=device).set_(self._free.pop(fits), 0, (length,))
+
+    def give_back(self, *memory: Tensor) -> None:
+        """Let later buckets have memory whose values nobody needs."""
+        self._free += [own.untyped_storage() for own in memory if own.device.type == "cpu"]
+
+
+def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor, memory: BucketMemory) -> Pending:
     """Start to sum a bucket over all ranks, each shard on its owner.
 
     Args:
         group: the ranks.
         bucket: the bucket.
-        filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
+        filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire; of `memory`.
+        memory: gets back what the reduction needs no longer, see `Pending.complete`.
     """
     shard = filled.new_empty(bucket.shard_lengths[group.rank])
     if group.shard is None or group.size == 1 or not len(filled):
-        return Pending(bucket, shard.copy_(filled))
+        return Pending(bucket, shard.copy_(filled), kept=(filled,))
     gloo = over_gloo(filled.device, group.shard)
     if gloo:
-        parts = filled.new_empty(group.size, len(shard))
+        parts = memory.take(group.size * len(shard), filled.dtype, filled.device)
         own, sent = [len(shard)] * group.size, list(bucket.shard_lengths)
-        work = dist.all_to_all_single(parts.view(-1), filled, own, sent, group=group.shard, async_op=True)
-        return Pending(bucket, shard, under_way(gloo, work), (filled,), parts)
+        work = dist.all_to_all_single(parts, filled, own, sent, group=group.shard, async_op=True)
+        return Pending(bucket, shard, under_way(gloo, work), (filled, parts), parts.view(group.size, len(shard)))
     if bucket.uniform:
         work = REDUCE_SCATTER(shard, filled, group=group.shard, async_op=True)
     else:
@@ -100,33 +133,31 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
     return Pending(bucket, shard, under_way(gloo, work), (filled,))
 
 
-def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
+def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor) -> Pending:
     """Start to gather the shards of all owners on every rank.
 
     Args:
         group: the ranks.
         bucket: the bucket.
-        shard: this rank's own shard, [bucket.shard_lengths[group.rank]].
+        whole: memory for it, [bucket.starts[-1]], in which this rank's own shard has its values.
     """
-    if group.shard is None or not bucket.starts[-1]:
-        return Pending(bucket, shard)
-    whole = shard.new_empty(bucket.starts[-1])
+    if group.shard is None or not len(whole):
+        return Pending(bucket, whole)
     shards = shards_of(bucket, whole)
-    gloo = over_gloo(shard.device, group.shard)
+    gloo = over_gloo(whole.device, group.shard)
+    works: list[dist.Work | None]
     if gloo:
-        shards[group.rank].copy_(shard)
         ranks = dist.get_process_group_ranks(group.shard)
         works = [
             dist.broadcast(part, source, group=group.shard, async_op=True)
             for part, source in zip(shards, ranks, strict=True)
             if len(part)
         ]
-        return Pending(bucket, whole, under_way(gloo, *works))
-    if bucket.uniform:
-        work = ALL_GATHER(whole, shard, group=group.shard, async_op=True)
+    elif bucket.uniform:
+        works = [ALL_GATHER(whole, shards[group.rank], group=group.shard, async_op=True)]
     else:
-        work = dist.all_gather(shards, shard, group=group.shard, async_op=True)
-    return Pending(bucket, whole, under_way(gloo, work), (shard,))
+        works = [dist.all_gather(shards, shards[group.rank], group=group.shard, async_op=True)]
+    return Pending(bucket, whole, under_way(gloo, *works))
 
 
 def under_way(gloo: bool, *works: dist.Work | None) -> tuple[dist.Work, ...]:
@@ -176,8 +207,3 @@ def send(group: DataParallelGroup, values: Tensor, owner: int, watch: Watch) -> 
         work = dist.broadcast(values, source, group=group.shard, async_op=True)
         assert work is not None
         watch.wait(work)
-
-
-def empty_shard(bucket: Bucket, owner: int, like: Tensor) -> Tensor:
-    """Memory for one owner's shard, with zeros where it holds no element."""
-    return torch.zeros(bucket.shard_lengths[owner], dtype=bucket.dtype, device=like.device)

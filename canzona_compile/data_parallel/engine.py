@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
-from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
+from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
@@ -80,8 +80,9 @@ class Zero1:
         self._model = weakref.ref(model)
         # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
         ledger: Zero1 = weakref.proxy(self)
-        self.reduction = Reduction(filling, group, wire, announcer, ledger, zeros)
-        self.gathering = Gathering(filling, group, announcer)
+        memory = BucketMemory()
+        self.reduction = Reduction(filling, group, wire, announcer, ledger, memory, zeros)
+        self.gathering = Gathering(filling, group, announcer, memory)
         if announcer.channel is not None:
             announcer.channel.promised[self.gathering] = announcer.name
         self._held = [frozenset(names) for names in filling.names]
@@ -99,7 +100,8 @@ class Zero1:
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
         ]
-        for module in model.modules():  # parts of the model may be called or saved by themselves
+        # Parts of the model may be called or saved by themselves. When a step returns, all parameters are whole.
+        for module in model.modules() if self.forward is not None else ():
             self._hooks.append(module.register_forward_pre_hook(Hook(self.flush, self._check_copied), prepend=True))
             self._hooks.append(module.register_state_dict_pre_hook(Hook(self.synchronize)))
         for session in sessions:

@@ -14,10 +14,11 @@ from canzona_compile.compat.torch_private import is_optimized
 from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import (
     IN_FLIGHT,
+    BucketMemory,
     DataParallelGroup,
     Pending,
+    clear_all,
     copy_all,
-    empty_shard,
     gather,
 )
 from canzona_compile.data_parallel.filling import Filling
@@ -37,14 +38,15 @@ class Gathering:
         filling: the buckets and their parameters.
         group: the ranks.
         announcer: tells the other ranks what this one waits for.
+        memory: of buckets.
 
     Attributes:
         clock: notes how long gathers take; None while nothing is measured.
         taken: how many buckets have been gathered.
     """
 
-    def __init__(self, filling: Filling, group: DataParallelGroup, announcer: Announcer) -> None:
-        self.filling, self.group, self._announcer = filling, group, announcer
+    def __init__(self, filling: Filling, group: DataParallelGroup, announcer: Announcer, memory: BucketMemory) -> None:
+        self.filling, self.group, self._announcer, self.memory = filling, group, announcer, memory
         device = self.filling.holder(self.filling.buckets[0].slices[0]).param.device
         self._watch = Waiter(announcer.listeners, device, BROKEN, self._tell)
         self.taken = 0
@@ -72,14 +74,17 @@ class Gathering:
         """Start the first buckets in the queue; each further one starts when an earlier one has arrived."""
         while self._waiting and len(self._pending) < IN_FLIGHT:
             bucket = self._waiting.popleft()
-            shard = empty_shard(bucket, self.group.rank, self.filling.holder(bucket.slices[0]).param)
+            device = self.filling.holder(bucket.slices[0]).param.device
+            whole = self.memory.take(bucket.starts[-1], bucket.dtype, device)
+            begin, end = bucket.starts[self.group.rank : self.group.rank + 2]
             targets, sources = [], []
             for part in bucket.by_owner[self.group.rank]:
                 fragment = self.filling.holder(part)
-                targets.append(shard[part.offset : part.offset + part.length])
+                targets.append(whole[begin + part.offset : begin + part.offset + part.length])
                 sources.append(fragment.parts[part.key].of(fragment.values()).view(-1))
+            clear_all([whole[start:stop] for start, stop in bucket.gaps_in(begin, end)])
             copy_all(targets, sources)
-            self._pending.append(gather(self.group, bucket, shard))
+            self._pending.append(gather(self.group, bucket, whole))
 
     def _take(self) -> None:
         """Wait for the bucket that was started first, and copy what other ranks own to its place."""
@@ -107,6 +112,7 @@ class Gathering:
                     targets.append(place)
                     sources.append(own.view(place.shape))
         copy_all(targets, sources)
+        self.memory.give_back(pending.result)
         self.start()
 
     def wait(self) -> None:

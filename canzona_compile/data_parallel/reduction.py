@@ -18,6 +18,7 @@ from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import (
     IN_FLIGHT,
+    BucketMemory,
     DataParallelGroup,
     Pending,
     all_reduce,
@@ -73,6 +74,7 @@ class Reduction:
         wire: the dtype in which gradients travel; None is that of the gradients.
         announcer: announces backward passes before the first collective of each.
         ledger: where operations on reduced gradients are noted.
+        memory: of buckets.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
 
     Attributes:
@@ -94,9 +96,10 @@ class Reduction:
         wire: torch.dtype | None,
         announcer: Announcer,
         ledger: Ledger,
+        memory: BucketMemory,
         zeros: bool,
     ) -> None:
-        self.filling, self.group, self.wire = filling, group, wire
+        self.filling, self.group, self.wire, self.memory = filling, group, wire, memory
         self.fragments, self.buckets = filling.fragments, filling.buckets
         self.announcer, self.ledger, self.zeros = announcer, ledger, zeros
         device = next(iter(self.fragments.values())).param.device
@@ -115,7 +118,8 @@ class Reduction:
         self._queued = False  # whether the end of this backward pass will call `finish`
         self._pass = 0  # how many backward passes have begun
         self._announced: Announcement | None = None  # this backward pass
-        self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
+        self._missing: set[str] = set()  # the parameters whose gradients are not there yet
+        self._left: list[int] = []  # by bucket, how many of these it waits for
         self._next = 0  # the first bucket that is not started
         self._pending: deque[Pending] = deque()
         self._shards: dict[int, Tensor] = {}
@@ -144,21 +148,15 @@ class Reduction:
             own = reference()
             if own is None:
                 return
-            with own.told():
+            try:
                 own.check(name)
                 if not own._paused:
                     own._arrived(own.fragments[name])
+            except BaseException as error:  # an interrupt leaves other ranks waiting as well
+                own.abandon(error)
+                raise
 
         return arrived
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside this context, tell the other ranks of any error, so that none of them waits for this rank."""
-        try:
-            yield
-        except BaseException as error:  # an interrupt leaves other ranks waiting as well
-            self.abandon(error)
-            raise
 
     def abandon(self, error: BaseException) -> None:
         """Give up a backward pass because of an error.
@@ -196,16 +194,16 @@ class Reduction:
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(EndOfBackward(self._at_end, partial(self._missed, self._pass)))
-        indices = self.filling.buckets_of[fragment.name]
-        if not any(fragment.name in self._missing[index] for index in indices):
+        if fragment.name not in self._missing:
             raise CanzonaError(
                 "the gradient was accumulated twice in one backward pass",
                 at=fragment.name,
                 hint="pass use_reentrant=False to the activation checkpoints that share this parameter",
             )
         fragment.gradient()
-        for index in indices:
-            self._missing[index].discard(fragment.name)
+        self._missing.remove(fragment.name)
+        for index in self.filling.buckets_of[fragment.name]:
+            self._left[index] -= 1
         self._start_complete()
 
     def _begin(self) -> None:
@@ -227,7 +225,8 @@ class Reduction:
             self._announced = self.announcer.start(CALL)
             channel.under_way.append(self)
         self.under_way, self.reduced = True, False
-        self._missing = [set(names) for names in self.filling.names]
+        self._missing = set(self.fragments)
+        self._left = [len(names) for names in self.filling.names]
         self._next = 0
         self._pending.clear()
         self._shards.clear()
@@ -242,7 +241,7 @@ class Reduction:
         return channel is None or channel.under_way[0] is self
 
     def _start_complete(self) -> None:
-        while self._next < len(self.buckets) and not self._missing[self._next] and self._is_first():
+        while self._next < len(self.buckets) and not self._left[self._next] and self._is_first():
             with during(self.clock, REDUCE):
                 self._start(self.buckets[self._next])
 
@@ -256,13 +255,13 @@ class Reduction:
         for name in self.filling.names[bucket.index]:
             if bucket.index == max(self.filling.buckets_of[name]):
                 self.fragments[name].param.grad = None
-        self._pending.append(reduce(self.group, bucket, filled))
+        self._pending.append(reduce(self.group, bucket, filled, self.memory))
         self._next += 1
 
     def _filled(self, bucket: Bucket) -> Tensor:
         names = self.filling.names[bucket.index]
         param = self.fragments[names[0]].param
-        filled = torch.empty(bucket.starts[-1], dtype=self.wire or bucket.dtype, device=param.device)
+        filled = self.memory.take(bucket.starts[-1], self.wire or bucket.dtype, param.device)
         grads = {name: self.fragments[name].gradient() for name in names}
         self._seen.update(name for name, grad in grads.items() if grad is not None)
         share = 1.0 / (self.group.size * self.group.replicas)
@@ -288,13 +287,15 @@ class Reduction:
             for work in pending.works:
                 self.waiter.wait(work)
             shard = pending.complete()
+            self.memory.give_back(*pending.kept)
             all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
         self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype)
 
     def held_bytes(self) -> int:
-        """Bytes of buckets under way and of shards that have arrived, during backward."""
-        pending = [t for p in self._pending for t in (p.result, p.parts, *p.kept) if t is not None]
-        return sum(t.numel() * t.element_size() for t in (*pending, *self._shards.values()))
+        """Bytes of buckets under way and of shards that have arrived, during backward, and of memory for buckets."""
+        pending = [t for p in self._pending for t in (p.result, *p.kept)]
+        found = sum(t.numel() * t.element_size() for t in (*pending, *self._shards.values()))
+        return found + self.memory.free_bytes
 
     # -- at the end of backward ----------------------------------------------------------------------
 
@@ -313,23 +314,32 @@ class Reduction:
         Raises:
             CanzonaError: another rank failed, died, or does something else.
         """
-        with self.told(), during(self.clock, REDUCE):
-            if not self.under_way:
-                self._begin()
-            while not self._is_first():
-                assert self.announcer.channel is not None
-                self.announcer.channel.under_way[0].finish()
-            while self._next < len(self.buckets):
-                self._start(self.buckets[self._next])
-            present = self._exchange()
-            while self._pending:
-                self._take(self._pending.popleft())
+        try:
+            with during(self.clock, REDUCE):
+                present = self._finished()
+        except BaseException as error:
+            self.abandon(error)
+            raise
         self._leave()
         self._announced = None
         self.under_way, self.reduced, self.present = False, True, present
         self.number += 1
         self._hand_out()
         self.at_finish()
+
+    def _finished(self) -> frozenset[str]:
+        """Reduce what is left; the names of the parameters that have a gradient on some rank."""
+        if not self.under_way:
+            self._begin()
+        while not self._is_first():
+            assert self.announcer.channel is not None
+            self.announcer.channel.under_way[0].finish()
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
+        present = self._exchange()
+        while self._pending:
+            self._take(self._pending.popleft())
+        return present
 
     def _exchange(self) -> frozenset[str]:
         """Find the parameters that have a gradient on some rank. This is a collective.
