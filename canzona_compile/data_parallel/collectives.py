@@ -101,7 +101,7 @@ class BucketMemory:
         if fits is None:
             del self._free[-1:]  # one that is too small is replaced, so there are never more than buckets at once
             return torch.empty(length, dtype=dtype, device=device)
-        return torch.empty(0, dtype=dtype, device=device).set_(self._free.pop(fits), 0, (length,))
+        return torch.empty(0, dtype=dtype, device=device).set_(self._free.pop(fits), 0, (length,), (1,))
 
     def give_back(self, *memory: Tensor) -> None:
         """Let later buckets have memory whose values nobody needs."""

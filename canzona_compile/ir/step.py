@@ -379,9 +379,11 @@ class Step:
     buckets: tuple[Bucket, ...] = ()
     program: Any = None  # canzona_compile.ir.program.Program, from EMITTED on
     _by_name: dict[str, Task] = field(init=False, repr=False, default_factory=dict)
+    _placed: dict[str, Placed] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._by_name.update((task.name, task) for task in self.tasks)
+        self._placed.update((own.name, own) for own in self.placed)
         if len(self._by_name) != len(self.tasks):
             raise InvalidStep("two tasks share a name")
 
@@ -402,7 +404,7 @@ class Step:
         return replace(self, form=Form.OWNED, tasks=tuple(kept.values()), elementwise=rest)
 
     def placed_of(self, task: Task) -> Placed:
-        return next(p for p in self.placed if p.name == task.placed)
+        return self._placed[task.placed]
 
     def variants(self) -> dict[Placed, tuple[Placed, ...]]:
         """For every cut, all cuts of the same family for the same kind of layout."""

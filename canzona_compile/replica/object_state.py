@@ -6,6 +6,7 @@ and the helper objects which hold them are there already.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import random
@@ -315,7 +316,8 @@ def put(place: KeptPlace, value: Any) -> None:
     elif isinstance(there, Tensor) and isinstance(value, Tensor):
         with torch.no_grad():
             if there.shape == value.shape and there.dtype == value.dtype:
-                there.copy_(value)
+                with torch.inference_mode() if there.is_inference() else contextlib.nullcontext():
+                    there.copy_(value)
             elif isinstance(there, torch.nn.Parameter):
                 place.put(torch.nn.Parameter(value.to(there.device).clone(), requires_grad=there.requires_grad))
             else:

@@ -312,9 +312,9 @@ def measured(tp: bool) -> tuple[list[int], list[bool]]:
     """What an iteration costs, and what an infinity on one rank does.
 
     Returns:
-        The buckets, the collectives that gloo makes of their reductions, and those of backward and of step in a steady
-        iteration; and for each of three iterations with a GradScaler, of which the second one overflows on the last
-        rank, whether the first fused weight changed.
+        The buckets, those of their shards that are not empty, and what backward and step of a steady iteration start,
+        collectives and announcements; and for each of three iterations with a GradScaler, of which the second one
+        overflows on the last rank, whether the first fused weight changed.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = mesh_of((world // (1 + tp), 1 + tp), ("dp", "tp"))
@@ -343,4 +343,5 @@ def measured(tp: bool) -> tuple[list[int], list[bool]]:
             moved.append(not torch.equal(before, full(model.get_parameter("blocks.0.qkv.weight"))))
     _, start, middle, end = counts[2:6]
     buckets = found[0].canzona.zero1.buckets
-    return [len(buckets), sum(1 if b.uniform else world for b in buckets), middle - start, end - middle], moved
+    shards = sum(length > 0 for b in buckets for length in b.shard_lengths)
+    return [len(buckets), shards, middle - start, end - middle], moved

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import canzona_compile
 from canzona_compile.compat.matmul_precision import BACKENDS, own_value
 from canzona_compile.compat.torch_private import count_function_modes, dispatch_modes, set_fp32_precision
+from canzona_compile.errors import CanzonaError
 from tests.harness.marks import crossed
 from tests.harness.odd_optimizers import DecoratedMuon
 
@@ -165,7 +166,13 @@ def train(make: Callable[[Any], Optimizer], switch: Callable[[], Any], steps: ra
 
 
 def check(switch: Callable[[], Any], kind: str, moment: str) -> None:
-    plain, ours = (train(KINDS[kind], switch, MOMENTS[moment], wrapped) for wrapped in (False, True))
+    try:
+        plain = train(KINDS[kind], switch, MOMENTS[moment], wrapped=False)
+    except RuntimeError:  # it makes a tensor on the meta device, or its state in inference mode
+        with pytest.raises((RuntimeError, CanzonaError)):
+            train(KINDS[kind], switch, MOMENTS[moment], wrapped=True)
+        return
+    ours = train(KINDS[kind], switch, MOMENTS[moment], wrapped=True)
     assert len(plain) == len(ours) == 4
     assert all(map(torch.equal, plain, ours))
 

@@ -38,7 +38,7 @@ def findings_parts(f: Findings) -> Iterator[Block]:
             yield role(word, len(names), f"{why}: {some(names)}")
     if f.everywhere:
         every = plural(len(f.everywhere), "matrix", "matrices")
-        yield role("2 plans", 2, f"as planned, where every rank computes {every}, and with owners for all of them")
+        yield role("plans", 2, f"as planned, where every rank computes {every}, and with owners for all of them")
     if f.idle:
         yield role("idle", len(f.idle), f"never had a gradient: {some(f.idle)}")
     yield note(f"torch {f.torch}, seed {f.seed}, {f.seconds:.1f} s", "dim")
