@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.replica.object_state import KeptPlace, put
 from tests.harness import resident_optimizers as kinds
 from tests.harness import small_runs
 from tests.harness.checkpoint_routes import LOAD, SAVE
@@ -146,6 +147,13 @@ def test_a_leaf_without_a_place_is_named() -> None:
     with pytest.raises(CanzonaError, match="self/other is saved but does not exist") as caught:
         other.steps(2, 3)
     assert caught.value.at == "group0.param1"
+
+
+def test_a_tensor_that_inference_mode_made_is_put_back_in_place() -> None:
+    with torch.inference_mode():
+        there = torch.zeros(3)
+    put(KeptPlace(there, lambda _: pytest.fail("another tensor")), torch.ones(3))
+    assert torch.equal(there, torch.ones(3))
 
 
 def test_state_of_a_plain_optimizer_is_refused() -> None:
