@@ -57,7 +57,7 @@ class Pending:
         result: what is there once it is done and `complete` was called: a shard if it reduces, the whole bucket if it
             gathers.
         works: what to wait for; empty if it is done.
-        kept: memory of whole buckets that it needs until then, and not longer.
+        kept: memory of a bucket that it needs until then, and not longer.
         parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums.
     """
 
@@ -81,9 +81,13 @@ class BucketMemory:
 
     On the CPU memory of this size comes fresh from the system, page by page, and the pages cost as much time as a
     collective. For CUDA, torch's allocator does the same as this.
+
+    Args:
+        limit: bytes that may be free at once; what was given back first goes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._free: list[torch.UntypedStorage] = []
 
     @property
@@ -92,40 +96,42 @@ class BucketMemory:
         return sum(storage.nbytes() for storage in self._free)
 
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory without values, [length]."""
-        if device.type != "cpu":
-            return torch.empty(length, dtype=dtype, device=device)
+        """Return memory without values, [length].
+
+        A bucket takes over no memory of more than twice its size, which a larger one may want while it is in use.
+        """
         size = length * dtype.itemsize
-        self._free.sort(key=lambda storage: storage.nbytes())
-        fits = next((i for i, storage in enumerate(self._free) if storage.nbytes() >= size), None)
-        if fits is None:
-            del self._free[-1:]  # one that is too small is replaced, so there are never more than buckets at once
+        fitting = [own for own in self._free if size <= own.nbytes() <= 2 * size]
+        if not fitting:
             return torch.empty(length, dtype=dtype, device=device)
-        return torch.empty(0, dtype=dtype, device=device).set_(self._free.pop(fits), 0, (length,), (1,))
+        found = min(fitting, key=lambda own: own.nbytes())
+        self._free = [own for own in self._free if own is not found]
+        return torch.empty(0, dtype=dtype, device=device).set_(found, 0, (length,), (1,))
 
     def give_back(self, *memory: Tensor) -> None:
         """Let later buckets have memory whose values nobody needs."""
-        self._free += [own.untyped_storage() for own in memory if own.device.type == "cpu"]
+        self._free += [own.untyped_storage() for own in memory if own.device.type == "cpu" and len(own)]
+        while self.free_bytes > self.limit:
+            del self._free[0]
 
 
-def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor, memory: BucketMemory) -> Pending:
+def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
     """Start to sum a bucket over all ranks, each shard on its owner.
 
     Args:
         group: the ranks.
         bucket: the bucket.
-        filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire; of `memory`.
-        memory: gets back what the reduction needs no longer, see `Pending.complete`.
+        filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
     """
     shard = filled.new_empty(bucket.shard_lengths[group.rank])
     if group.shard is None or group.size == 1 or not len(filled):
         return Pending(bucket, shard.copy_(filled), kept=(filled,))
     gloo = over_gloo(filled.device, group.shard)
     if gloo:
-        parts = memory.take(group.size * len(shard), filled.dtype, filled.device)
+        parts = filled.new_empty(group.size, len(shard))
         own, sent = [len(shard)] * group.size, list(bucket.shard_lengths)
-        work = dist.all_to_all_single(parts, filled, own, sent, group=group.shard, async_op=True)
-        return Pending(bucket, shard, under_way(gloo, work), (filled, parts), parts.view(group.size, len(shard)))
+        work = dist.all_to_all_single(parts.view(-1), filled, own, sent, group=group.shard, async_op=True)
+        return Pending(bucket, shard, under_way(gloo, work), (filled,), parts)
     if bucket.uniform:
         work = REDUCE_SCATTER(shard, filled, group=group.shard, async_op=True)
     else:

@@ -18,7 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
-from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
+from canzona_compile.data_parallel.collectives import (
+    IN_FLIGHT,
+    BucketMemory,
+    DataParallelGroup,
+    all_reduce,
+    largest,
+    send,
+)
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
@@ -80,7 +87,8 @@ class Zero1:
         self._model = weakref.ref(model)
         # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
         ledger: Zero1 = weakref.proxy(self)
-        memory = BucketMemory()
+        widest = max([bucket.dtype.itemsize for bucket in self.buckets] + ([wire.itemsize] if wire else []))
+        memory = BucketMemory(IN_FLIGHT * widest * max(bucket.starts[-1] for bucket in self.buckets))
         self.reduction = Reduction(filling, group, wire, announcer, ledger, memory, zeros)
         self.gathering = Gathering(filling, group, announcer, memory)
         if announcer.channel is not None:
@@ -100,10 +108,11 @@ class Zero1:
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
         ]
-        # Parts of the model may be called or saved by themselves. When a step returns, all parameters are whole.
-        for module in model.modules() if self.forward is not None else ():
-            self._hooks.append(module.register_forward_pre_hook(Hook(self.flush, self._check_copied), prepend=True))
-            self._hooks.append(module.register_state_dict_pre_hook(Hook(self.synchronize)))
+        for module in model.modules():  # parts of the model may be called or saved by themselves
+            # Also under gather="step": a step that failed may leave parameters that are not whole.
+            self._hooks.append(module.register_state_dict_pre_hook(Hook(self.synchronize, self._check_copied)))
+            if self.forward is not None:
+                self._hooks.append(module.register_forward_pre_hook(Hook(self.flush), prepend=True))
         for session in sessions:
             session.around, session.begun = partial(self._around, session), partial(self._begun, session)
         self.reduction.at_begin = self.gathering.wait
@@ -270,7 +279,7 @@ class Zero1:
         if self.gathering.outstanding or any(self._stepped):
             raise CanzonaError(
                 "the model was copied before its parameters were gathered",
-                at='zero1(..., gather="forward")',
+                at=f'zero1(..., gather="{self.gather}")',
                 hint="first call optimizer.canzona.synchronize() on all ranks",
             )
 

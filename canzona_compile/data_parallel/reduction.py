@@ -255,7 +255,7 @@ class Reduction:
         for name in self.filling.names[bucket.index]:
             if bucket.index == max(self.filling.buckets_of[name]):
                 self.fragments[name].param.grad = None
-        self._pending.append(reduce(self.group, bucket, filled, self.memory))
+        self._pending.append(reduce(self.group, bucket, filled))
         self._next += 1
 
     def _filled(self, bucket: Bucket) -> Tensor:
@@ -293,9 +293,9 @@ class Reduction:
 
     def held_bytes(self) -> int:
         """Bytes of buckets under way and of shards that have arrived, during backward, and of memory for buckets."""
-        pending = [t for p in self._pending for t in (p.result, *p.kept)]
-        found = sum(t.numel() * t.element_size() for t in (*pending, *self._shards.values()))
-        return found + self.memory.free_bytes
+        pending = [t for p in self._pending for t in (p.result, p.parts, *p.kept) if t is not None]
+        held = sum(t.untyped_storage().nbytes() for t in (*pending, *self._shards.values()))
+        return held + self.memory.free_bytes
 
     # -- at the end of backward ----------------------------------------------------------------------
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Sequence
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_compile.data_parallel.collectives import BucketMemory
+from canzona_compile.errors import CanzonaError
 from tests.data_parallel.mistakes import set_up, step_alone, train
+from tests.data_parallel.models import batch
 from tests.harness.ranks import run
 
 CPU = torch.device("cpu")
@@ -21,7 +26,7 @@ CPU = torch.device("cpu")
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([torch.float32, torch.bfloat16])), max_size=30))
 def test_no_two_buckets_have_the_same_memory(wanted: Sequence[tuple[int, torch.dtype]]) -> None:
-    memory = BucketMemory()
+    memory = BucketMemory(1000)
     held = []
     for number, (length, dtype) in enumerate(wanted):
         if len(held) == 3:
@@ -32,19 +37,24 @@ def test_no_two_buckets_have_the_same_memory(wanted: Sequence[tuple[int, torch.d
         assert all(bool((other == value).all()) for other, value in held)
 
 
-def test_there_is_never_more_than_buckets_had_at_once() -> None:
-    memory = BucketMemory()
-    for length in (10, 20, 30, 5):
-        memory.give_back(memory.take(length, torch.float32, CPU))
-        assert memory.free_bytes <= 120
-    one, two = (memory.take(length, torch.float32, CPU) for length in (30, 5))
-    memory.give_back(one, two)
-    assert memory.take(5, torch.float32, CPU).untyped_storage().nbytes() == 20, "the smallest that is enough"
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=20), st.integers(2, 4))
+@settings(deadline=None)
+def test_what_is_held_stays_near_what_buckets_need_at_once(kinds: Sequence[int], rounds: int) -> None:
+    """Two buckets are under way at a time, of sizes that differ by a factor of 90."""
+    memory, held, most = BucketMemory(720), list[tuple[torch.Tensor, int]](), 0
+    for kind in [*kinds] * rounds:
+        length = (1, 10, 15, 90)[kind]
+        if len(held) == 2:
+            memory.give_back(held.pop(0)[0])
+        held.append((memory.take(length, torch.float32, CPU), 4 * length))
+        most = max(most, sum(size for _, size in held))
+        assert sum(own.untyped_storage().nbytes() for own, _ in held) <= 2 * most
+        assert memory.free_bytes <= 720
 
 
 def memory_of_a_training(gather: str) -> tuple[int, int]:
     """Bytes that buckets have after two iterations, and how often the next two asked for memory."""
-    model, optimizers, handle = set_up(gather=gather)
+    model, optimizers, handle = set_up(gather=gather, bucket_bytes=1 << 20)
     train(model, optimizers, 2)
     optimizers[0].canzona.synchronize()
     memory = handle.zero1.reduction.memory
@@ -80,6 +90,39 @@ def hooks_of_modules(gather: str) -> int:
 
 
 @pytest.mark.ranks
-def test_modules_have_no_hooks_if_a_step_returns_whole_parameters() -> None:
+def test_modules_have_no_forward_hooks_if_a_step_returns_whole_parameters() -> None:
     assert run(2, hooks_of_modules, "step", after=partial(step_alone, "sgd")) == [0, 0]
     assert min(run(2, hooks_of_modules, "forward", after=partial(step_alone, "sgd"))) > 0
+
+
+def after_an_interrupt() -> list[str]:
+    """What a rank hears that saves or copies a model after Ctrl-C in the gather of a step."""
+    model, optimizers, handle = set_up()
+    train(model, optimizers, 1)
+    model(batch(1, dist.get_rank())).backward()
+    gathering = handle.zero1.gathering
+    take, taken = gathering._take, 0
+
+    def interrupted() -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 2 and dist.get_rank() == 0:
+            raise KeyboardInterrupt
+        take()
+
+    said = []
+    with patch.object(gathering, "_take", interrupted), contextlib.suppress(KeyboardInterrupt, CanzonaError):
+        optimizers[0].step()
+    for attempt in (lambda: copy.deepcopy(model), model.state_dict):
+        try:
+            attempt()
+            said.append("nothing")
+        except CanzonaError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+@pytest.mark.ranks
+def test_a_model_that_is_not_whole_after_an_interrupt_is_not_saved() -> None:
+    for said in run(2, after_an_interrupt, after=partial(step_alone, "sgd"))[:1]:  # the other rank may have got all
+        assert "nothing" not in said

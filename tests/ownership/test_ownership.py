@@ -371,7 +371,7 @@ def test_work_of_36000_jobs_on_4096_places(monkeypatch: pytest.MonkeyPatch, dist
 @pytest.mark.full
 def test_programs_for_36000_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of a kind are counted, not listed: a mixture of experts on 256 ranks takes a few small programs."""
-    solved = counted(monkeypatch, milp, "run")
+    solved = counted(monkeypatch, milp.Patterns, "within")
     jobs = decoder("qwen3-235b-a22b")
     assert len(jobs) == 36_472
     owners, bound = solve(jobs, 32, 8)

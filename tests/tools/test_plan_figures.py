@@ -130,7 +130,7 @@ def test_planners_keep_their_guarantees() -> None:
     assert len(set(found.values())) > 2, "so that there is something to compare"
     assert 1 <= found["exact"] <= found["joint"] <= found["lpt"] <= found["replicated"] * 4
     assert found["exact"] <= found["alpha"] <= found["static"]
-    assert {t.reason for t in made.file.tasks} == {"by exact"}
+    assert {t.reason for t in made.file.tasks} == {"the planner exact chose the owner"}
 
 
 def test_alpha_may_be_anything_between_0_and_1() -> None:
