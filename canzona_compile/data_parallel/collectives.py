@@ -57,7 +57,7 @@ class Pending:
         result: what is there once it is done and `complete` was called: a shard if it reduces, the whole bucket if it
             gathers.
         works: what to wait for; empty if it is done.
-        kept: memory of a bucket that it needs until then, and not longer.
+        kept: memory of a bucket that it needs until then; the next bucket gets it, so `result` must not lie in it.
         parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums.
     """
 

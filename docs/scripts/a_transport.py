@@ -22,7 +22,7 @@ def reduce_whole(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pe
     """
     work = dist.all_reduce(filled, group=group.shard, async_op=True)
     shard = shards_of(bucket, filled)[group.rank]  # a view, [bucket.shard_lengths[group.rank]]
-    return Pending(bucket, shard, under_way(filled, work), (filled,))
+    return Pending(bucket, shard, under_way(True, work))  # True: over gloo
 
 
 reduction.reduce = reduce_whole  # a transport that stays is a branch of `reduce` in data_parallel/collectives.py
