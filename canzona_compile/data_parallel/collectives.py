@@ -8,6 +8,7 @@ There an all-to-all brings the parts of a shard to its owner, which sums them in
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,36 +84,36 @@ class BucketMemory:
     collective. For CUDA, torch's allocator does the same as this.
 
     Args:
-        limit: bytes that may be free at once; what was given back first goes.
+        largest: bytes of the largest bucket. Others get that, or a half, a quarter, ... of it, so that those of nearly
+            equal sizes serve one another, and none of them gets more than twice what it needs.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._free: list[torch.UntypedStorage] = []
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)  # by bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that no bucket has now."""
-        return sum(storage.nbytes() for storage in self._free)
+        return sum(size * len(free) for size, free in self._free.items())
 
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory without values, [length].
-
-        A bucket takes over no memory of more than twice its size, which a larger one may want while it is in use.
-        """
-        size = length * dtype.itemsize
-        fitting = [own for own in self._free if size <= own.nbytes() <= 2 * size]
-        if not fitting:
+        """Return memory without values, [length]."""
+        needed = length * dtype.itemsize
+        if device.type != "cpu" or not needed:
             return torch.empty(length, dtype=dtype, device=device)
-        found = min(fitting, key=lambda own: own.nbytes())
-        self._free = [own for own in self._free if own is not found]
-        return torch.empty(0, dtype=dtype, device=device).set_(found, 0, (length,), (1,))
+        size = max(self._largest, needed)
+        while size >= 2 * needed:
+            size = -(-size // 2)
+        free = self._free[size]
+        storage = free.pop() if free else torch.UntypedStorage(size, device="cpu")
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (length,), (1,))
 
     def give_back(self, *memory: Tensor) -> None:
-        """Let later buckets have memory whose values nobody needs."""
-        self._free += [own.untyped_storage() for own in memory if own.device.type == "cpu" and len(own)]
-        while self.free_bytes > self.limit:
-            del self._free[0]
+        """Let later buckets have memory that came from here, and whose values nobody needs."""
+        for own in memory:
+            if own.device.type == "cpu" and len(own):
+                self._free[own.untyped_storage().nbytes()].append(own.untyped_storage())
 
 
 def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:

@@ -18,14 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
-from canzona_compile.data_parallel.collectives import (
-    IN_FLIGHT,
-    BucketMemory,
-    DataParallelGroup,
-    all_reduce,
-    largest,
-    send,
-)
+from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
@@ -87,8 +80,7 @@ class Zero1:
         self._model = weakref.ref(model)
         # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
         ledger: Zero1 = weakref.proxy(self)
-        widest = max([bucket.dtype.itemsize for bucket in self.buckets] + ([wire.itemsize] if wire else []))
-        memory = BucketMemory(IN_FLIGHT * widest * max(bucket.starts[-1] for bucket in self.buckets))
+        memory = BucketMemory(max(b.starts[-1] * t.itemsize for b in self.buckets for t in (b.dtype, wire or b.dtype)))
         self.reduction = Reduction(filling, group, wire, announcer, ledger, memory, zeros)
         self.gathering = Gathering(filling, group, announcer, memory)
         if announcer.channel is not None:

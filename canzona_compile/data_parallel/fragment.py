@@ -66,8 +66,7 @@ class Fragment:
         self.sharding = None if stand_in is None else stand_in.tiling.sharding
         if isinstance(param, DTensor):
             self.sharding = Sharding(param.device_mesh, tuple(param.placements))
-        local = self._local()
-        self._address, self._shape = local.data_ptr(), local.shape
+        self._address = self._local().data_ptr()
         self.view: ParamView = SlicesView(name, param, slices) if division is None else division
         by_name = {part.name: part for part in self.view.parts}
         self.parts = (
@@ -135,10 +134,10 @@ class Fragment:
             # Under tensor parallelism, gradients of replicated parameters may be partial sums over its ranks.
             grad = self.param.grad = grad.redistribute(placements=self.param.placements)
         own = local_part(grad)
-        if grad.layout is not torch.strided or own.dtype != self.param.dtype or own.shape != self._shape:
+        if grad.layout is not torch.strided or own.dtype != self.param.dtype or own.shape != self._local().shape:
             raise CanzonaError(
                 f"the gradient is {grad.layout} {own.dtype} {list(own.shape)}, "
-                f"but the parameter is {self.param.dtype} {list(self._shape)}",
+                f"but the parameter is {self.param.dtype} {list(self._local().shape)}",
                 at=self.name,
                 hint="do not change the dtype, shape or layout of gradients; to reduce in another dtype, pass "
                 "reduce_dtype=",

@@ -17,9 +17,9 @@ from canzona_compile.data_parallel.collectives import (
     BucketMemory,
     DataParallelGroup,
     Pending,
-    clear_all,
     copy_all,
     gather,
+    shards_of,
 )
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.hooks import Hook
@@ -76,13 +76,12 @@ class Gathering:
             bucket = self._waiting.popleft()
             device = self.filling.holder(bucket.slices[0]).param.device
             whole = self.memory.take(bucket.starts[-1], bucket.dtype, device)
-            begin, end = bucket.starts[self.group.rank : self.group.rank + 2]
+            shard = shards_of(bucket, whole)[self.group.rank].zero_()
             targets, sources = [], []
             for part in bucket.by_owner[self.group.rank]:
                 fragment = self.filling.holder(part)
-                targets.append(whole[begin + part.offset : begin + part.offset + part.length])
+                targets.append(shard[part.offset : part.offset + part.length])
                 sources.append(fragment.parts[part.key].of(fragment.values()).view(-1))
-            clear_all([whole[start:stop] for start, stop in bucket.gaps_in(begin, end)])
             copy_all(targets, sources)
             self._pending.append(gather(self.group, bucket, whole))
 

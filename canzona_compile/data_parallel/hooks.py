@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from canzona_compile.compat.torch_private import outside_dynamo
 
 MARK = "_canzona_zero1"  # on parameters whose gradients are already reduced
@@ -27,15 +25,9 @@ class Hook:
     def __init__(self, call: Callable[[], None] | None = None, at_copy: Callable[[], None] | None = None) -> None:
         self._call, self._at_copy = call, at_copy
 
+    @outside_dynamo
     def __call__(self, *_: Any) -> None:
         """Do it. In a compiled model the graph breaks here, and Dynamo does not trace what ranks do."""
-        if torch.compiler.is_compiling():  # asked first, because a call outside of Dynamo takes longer than most hooks
-            self._outside()
-        elif self._call is not None:
-            self._call()
-
-    @outside_dynamo
-    def _outside(self) -> None:
         if self._call is not None:
             self._call()
 

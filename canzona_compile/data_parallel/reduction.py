@@ -118,8 +118,7 @@ class Reduction:
         self._queued = False  # whether the end of this backward pass will call `finish`
         self._pass = 0  # how many backward passes have begun
         self._announced: Announcement | None = None  # this backward pass
-        self._missing: set[str] = set()  # the parameters whose gradients are not there yet
-        self._left: list[int] = []  # by bucket, how many of these it waits for
+        self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
         self._next = 0  # the first bucket that is not started
         self._pending: deque[Pending] = deque()
         self._shards: dict[int, Tensor] = {}
@@ -148,15 +147,21 @@ class Reduction:
             own = reference()
             if own is None:
                 return
-            try:
+            with own.told():
                 own.check(name)
                 if not own._paused:
                     own._arrived(own.fragments[name])
-            except BaseException as error:  # an interrupt leaves other ranks waiting as well
-                own.abandon(error)
-                raise
 
         return arrived
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside this context, tell the other ranks of any error, so that none of them waits for this rank."""
+        try:
+            yield
+        except BaseException as error:  # an interrupt leaves other ranks waiting as well
+            self.abandon(error)
+            raise
 
     def abandon(self, error: BaseException) -> None:
         """Give up a backward pass because of an error.
@@ -194,16 +199,16 @@ class Reduction:
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(EndOfBackward(self._at_end, partial(self._missed, self._pass)))
-        if fragment.name not in self._missing:
+        indices = self.filling.buckets_of[fragment.name]
+        if not any(fragment.name in self._missing[index] for index in indices):
             raise CanzonaError(
                 "the gradient was accumulated twice in one backward pass",
                 at=fragment.name,
                 hint="pass use_reentrant=False to the activation checkpoints that share this parameter",
             )
         fragment.gradient()
-        self._missing.remove(fragment.name)
-        for index in self.filling.buckets_of[fragment.name]:
-            self._left[index] -= 1
+        for index in indices:
+            self._missing[index].discard(fragment.name)
         self._start_complete()
 
     def _begin(self) -> None:
@@ -225,8 +230,7 @@ class Reduction:
             self._announced = self.announcer.start(CALL)
             channel.under_way.append(self)
         self.under_way, self.reduced = True, False
-        self._missing = set(self.fragments)
-        self._left = [len(names) for names in self.filling.names]
+        self._missing = [set(names) for names in self.filling.names]
         self._next = 0
         self._pending.clear()
         self._shards.clear()
@@ -241,7 +245,7 @@ class Reduction:
         return channel is None or channel.under_way[0] is self
 
     def _start_complete(self) -> None:
-        while self._next < len(self.buckets) and not self._left[self._next] and self._is_first():
+        while self._next < len(self.buckets) and not self._missing[self._next] and self._is_first():
             with during(self.clock, REDUCE):
                 self._start(self.buckets[self._next])
 
@@ -314,32 +318,23 @@ class Reduction:
         Raises:
             CanzonaError: another rank failed, died, or does something else.
         """
-        try:
-            with during(self.clock, REDUCE):
-                present = self._finished()
-        except BaseException as error:
-            self.abandon(error)
-            raise
+        with self.told(), during(self.clock, REDUCE):
+            if not self.under_way:
+                self._begin()
+            while not self._is_first():
+                assert self.announcer.channel is not None
+                self.announcer.channel.under_way[0].finish()
+            while self._next < len(self.buckets):
+                self._start(self.buckets[self._next])
+            present = self._exchange()
+            while self._pending:
+                self._take(self._pending.popleft())
         self._leave()
         self._announced = None
         self.under_way, self.reduced, self.present = False, True, present
         self.number += 1
         self._hand_out()
         self.at_finish()
-
-    def _finished(self) -> frozenset[str]:
-        """Reduce what is left; the names of the parameters that have a gradient on some rank."""
-        if not self.under_way:
-            self._begin()
-        while not self._is_first():
-            assert self.announcer.channel is not None
-            self.announcer.channel.under_way[0].finish()
-        while self._next < len(self.buckets):
-            self._start(self.buckets[self._next])
-        present = self._exchange()
-        while self._pending:
-            self._take(self._pending.popleft())
-        return present
 
     def _exchange(self) -> frozenset[str]:
         """Find the parameters that have a gradient on some rank. This is a collective.

@@ -94,11 +94,6 @@ class Bucket:
             found.append((reached, self.starts[-1]))
         return tuple(found)
 
-    def gaps_in(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """What lies of these gaps between two positions in the bucket."""
-        found = [(max(start, begin), min(stop, end)) for start, stop in self.gaps]
-        return [(start, stop) for start, stop in found if start < stop]
-
     @property
     def elements(self) -> int:
         """The number of elements, without padding and alignment."""

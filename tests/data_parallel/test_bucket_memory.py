@@ -24,37 +24,32 @@ CPU = torch.device("cpu")
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([torch.float32, torch.bfloat16])), max_size=30))
-def test_no_two_buckets_have_the_same_memory(wanted: Sequence[tuple[int, torch.dtype]]) -> None:
-    memory = BucketMemory(1000)
-    held = []
+@given(
+    st.integers(1, 400),
+    st.lists(st.tuples(st.integers(0, 90), st.sampled_from([torch.float32, torch.bfloat16])), max_size=60),
+)
+def test_no_two_buckets_have_the_same_memory(largest: int, wanted: Sequence[tuple[int, torch.dtype]]) -> None:
+    """Two buckets are under way at a time. Of each size there are at most two, of twice the bytes at most."""
+    memory = BucketMemory(largest)
+    held: list[tuple[torch.Tensor, int]] = []
+    sizes: set[int] = set()
     for number, (length, dtype) in enumerate(wanted):
-        if len(held) == 3:
-            memory.give_back(held.pop(number % 3)[0])
+        if len(held) == 2:
+            memory.give_back(held.pop(number % 2)[0])
         own = memory.take(length, dtype, CPU)
         assert (own.shape, own.dtype) == ((length,), dtype)
+        size = own.untyped_storage().nbytes()
+        assert size == 0 or length * dtype.itemsize <= size < 2 * length * dtype.itemsize
+        sizes.add(size)
         held.append((own.fill_(number), number))
         assert all(bool((other == value).all()) for other, value in held)
-
-
-@given(st.lists(st.integers(0, 3), min_size=3, max_size=20), st.integers(2, 4))
-@settings(deadline=None)
-def test_what_is_held_stays_near_what_buckets_need_at_once(kinds: Sequence[int], rounds: int) -> None:
-    """Two buckets are under way at a time, of sizes that differ by a factor of 90."""
-    memory, held, most = BucketMemory(720), list[tuple[torch.Tensor, int]](), 0
-    for kind in [*kinds] * rounds:
-        length = (1, 10, 15, 90)[kind]
-        if len(held) == 2:
-            memory.give_back(held.pop(0)[0])
-        held.append((memory.take(length, torch.float32, CPU), 4 * length))
-        most = max(most, sum(size for _, size in held))
-        assert sum(own.untyped_storage().nbytes() for own, _ in held) <= 2 * most
-        assert memory.free_bytes <= 720
+        assert memory.free_bytes <= 2 * sum(sizes)
 
 
 def memory_of_a_training(gather: str) -> tuple[int, int]:
     """Bytes that buckets have after two iterations, and how often the next two asked for memory."""
-    model, optimizers, handle = set_up(gather=gather, bucket_bytes=1 << 20)
+    model, optimizers, handle = set_up(gather=gather)
+    assert len({bucket.starts[-1] for bucket in handle.zero1.buckets}) > 1
     train(model, optimizers, 2)
     optimizers[0].canzona.synchronize()
     memory = handle.zero1.reduction.memory
@@ -97,7 +92,8 @@ def test_modules_have_no_forward_hooks_if_a_step_returns_whole_parameters() -> N
 
 def after_an_interrupt() -> list[str]:
     """What a rank hears that saves or copies a model after Ctrl-C in the gather of a step."""
-    model, optimizers, handle = set_up()
+    model, optimizers, handle = set_up(bucket_bytes=8_000)
+    assert len(handle.zero1.buckets) > 4
     train(model, optimizers, 1)
     model(batch(1, dist.get_rank())).backward()
     gathering = handle.zero1.gathering
@@ -124,5 +120,5 @@ def after_an_interrupt() -> list[str]:
 
 @pytest.mark.ranks
 def test_a_model_that_is_not_whole_after_an_interrupt_is_not_saved() -> None:
-    for said in run(2, after_an_interrupt, after=partial(step_alone, "sgd"))[:1]:  # the other rank may have got all
+    for said in run(2, after_an_interrupt, after=partial(step_alone, "sgd")):
         assert "nothing" not in said

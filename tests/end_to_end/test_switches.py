@@ -165,16 +165,25 @@ def train(make: Callable[[Any], Optimizer], switch: Callable[[], Any], steps: ra
     return [value.detach().clone() for value in (*params, *leaves)]
 
 
-def check(switch: Callable[[], Any], kind: str, moment: str) -> None:
-    try:
-        plain = train(KINDS[kind], switch, MOMENTS[moment], wrapped=False)
-    except RuntimeError:  # it makes a tensor on the meta device, or its state in inference mode
-        with pytest.raises((RuntimeError, CanzonaError)):
-            train(KINDS[kind], switch, MOMENTS[moment], wrapped=True)
+def check(switch: Callable[[], Any], kind: str, moment: str, fails: str = "") -> None:
+    """Compare with the plain optimizer; if that fails by itself, the wrapped one has to say the same words."""
+    if fails:
+        for wrapped in (False, True):
+            with pytest.raises((RuntimeError, CanzonaError), match=fails):
+                train(KINDS[kind], switch, MOMENTS[moment], wrapped)
         return
-    ours = train(KINDS[kind], switch, MOMENTS[moment], wrapped=True)
+    plain, ours = (train(KINDS[kind], switch, MOMENTS[moment], wrapped) for wrapped in (False, True))
     assert len(plain) == len(ours) == 4
     assert all(map(torch.equal, plain, ours))
+
+
+def failure(name: str, kind: str, moment: str) -> str:
+    """What the plain optimizer says that fails under a switch; empty if it does not fail."""
+    if kind == "dispatched" and "meta" in name:  # it makes a tensor of a number
+        return "Tensor on device meta is not on the expected device cpu"
+    if (name, moment) == ("inference mode", "until the second step"):  # it has made its state in that mode
+        return "Inplace update to inference tensor outside InferenceMode"
+    return ""
 
 
 @pytest.fixture(autouse=True)
@@ -199,4 +208,4 @@ def test_precisions(name: str, kind: str, moment: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "kind", "moment"), crossed(list(SWITCHES), list(KINDS), list(MOMENTS)))
 def test_switches(name: str, kind: str, moment: str) -> None:
-    check(SWITCHES[name], kind, moment)
+    check(SWITCHES[name], kind, moment, failure(name, kind, moment))

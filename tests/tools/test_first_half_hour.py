@@ -18,7 +18,15 @@ import torch
 from canzona_compile.__main__ import main
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.tools import processes
-from canzona_compile.tools.acceptance.command import PARTS, accept, all_steps, alone, ranks_here, taken
+from canzona_compile.tools.acceptance.command import (
+    PARTS,
+    accept,
+    all_steps,
+    alone,
+    interrupted_by_signals,
+    ranks_here,
+    taken,
+)
 from canzona_compile.tools.acceptance.machine import AcceptedMachine
 from canzona_compile.tools.acceptance.side_by_side import same_operators
 from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
@@ -124,6 +132,20 @@ def test_an_interrupt_leaves_an_archive(number: signal.Signals, tmp_path: Path) 
     assert process.returncode != 0, said
     with tarfile.open(tmp_path / "correctness.tar.gz") as archive:
         assert "correctness/acceptance.json" in archive.getnames()
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt, match="SIGHUP"), interrupted_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with interrupted_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_list_names_needs_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
