@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # torch.distributed has these, without types.
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store, TCPStore
@@ -148,9 +149,6 @@ def without_view_records() -> contextlib.AbstractContextManager[Any]:
 def host_group(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> Any:
     """Make a process group of gloo that torch's lists do not hold. This is a collective of its ranks.
 
-    `dist.new_group(use_local_synchronization=True)` names a group by how many its process has, so ranks that have
-    unequally many never meet.
-
     Args:
         store: holds keys of this group alone.
         ranks: the global ranks.
@@ -162,6 +160,43 @@ def host_group(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) 
     made = ProcessGroupGloo(store, list(ranks).index(rank), len(ranks), timeout=timeout)
     made._set_sequence_number_for_group()
     return made
+
+
+def own_name(ranks: Sequence[int], what: str) -> str:
+    """A name for something that some ranks make together, the same on each of them, and new each time.
+
+    They count in the store of the default process group, which may have served an earlier one. All of them have to
+    call this, and to make the thing before they call this again.
+
+    Args:
+        ranks: the global ranks.
+        what: what they make.
+    """
+    name = f"canzona_compile/{'-'.join(map(str, ranks))}/{what}"
+    count: int = default_store().add(name, 1)
+    return f"{name}/{(count - 1) // len(ranks)}"
+
+
+def default_store() -> Store:
+    """The store of the default process group."""
+    found: Store = dist.distributed_c10d._get_default_store()
+    return found
+
+
+@contextlib.contextmanager
+def group_named(name: str) -> Iterator[None]:
+    """Inside this context, a process group that only its members make has this name.
+
+    Torch names such a group by how many groups a process has or has made, so ranks that have unequally many would
+    never meet. Torch 2.15 counts this one as well, and then later groups of the user would not meet either.
+    """
+    owner: Any = dist.distributed_c10d
+    real = owner._process_group_name
+    owner._process_group_name = lambda ranks, use_hashed_name: name if use_hashed_name else real(ranks, False)
+    try:
+        yield
+    finally:
+        owner._process_group_name = real
 
 
 def in_backward() -> bool:

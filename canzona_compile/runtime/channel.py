@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, host_group
+from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, default_store, host_group, own_name
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.runtime.waiter import Waiter
 
@@ -149,10 +149,7 @@ class Channel:
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
         self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
-        # All ranks have made equally many channels, also if torch's process groups began again on the same store.
-        base = PrefixStore(f"canzona/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
-        made = (base.add("made", 1) - 1) // len(ranks)
-        self.store = PrefixStore(str(made), base)
+        self.store = PrefixStore(own_name(ranks, "channels"), default_store())
         self.group = host_group(PrefixStore("gloo", self.store), ranks, self.rank, timeout)
         _living.add(self)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from canzona_compile.compat.torch_private import group_named, own_name
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.launch_order import backend_on, keep_launch_order
 
@@ -82,6 +83,7 @@ def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
 
     If the default process group is bound to a device, torch makes the communicators of others by splitting its own
     (`ncclCommSplit`), and for that all ranks of the default one would have to call. So it is not bound meanwhile.
+    The name is of the ranks alone: other groups, of which each of them may have other ones, do not count.
 
     Args:
         ranks: the global ranks of the members.
@@ -90,7 +92,8 @@ def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        made = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="canzona_compile", **options)
+        with group_named(own_name(ranks, "groups")):
+            made = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="canzona_compile", **options)
     finally:
         default.bound_device_id = bound
     assert isinstance(made, dist.ProcessGroup)

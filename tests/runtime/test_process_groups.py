@@ -1,4 +1,4 @@
-"""New process groups, beside a default one that is bound to a device."""
+"""New process groups: beside a default one that is bound to a device, and beside groups that only some ranks have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from canzona_compile.runtime.process_groups import Groups
 from tests.harness.pairs import one_rank
+from tests.harness.ranks import run
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -39,3 +40,31 @@ def test_a_group_is_not_split_from_a_bound_one(monkeypatch: pytest.MonkeyPatch, 
         finally:
             default.bound_device_id = None
     assert seen == [(None, True)]
+
+
+def sums_of_groups() -> list[float]:
+    """What ranks sum in groups of ours and of the user's, made in turn; some ranks have more of them than others."""
+    found: list[float] = []
+
+    def add(group: Any) -> None:
+        value = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(value, group=group)
+        found.append(value.item())
+
+    rank = dist.get_rank()
+    theirs = dist.new_group([0, 2])  # a tied embedding of the first and the last stage of a pipeline, for one
+    if rank in (0, 2):
+        add(theirs)
+    for _ in range(2 if rank < 2 else 0):
+        add(Groups().of((0, 1)))
+    add(dist.new_group([0, 1, 2]))
+    if rank:
+        add(Groups().of((1, 2)))
+    return found
+
+
+@pytest.mark.ranks
+def test_ranks_meet_that_have_unequally_many_groups() -> None:
+    """Torch names groups that only their members make by how many groups a process has."""
+    found = run(3, sums_of_groups)
+    assert found == [[2, 1, 1, 3], [1, 1, 3, 3], [2, 3, 3]]
