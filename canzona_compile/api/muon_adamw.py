@@ -59,7 +59,8 @@ def muon_adamw(
         raise CanzonaError(
             "the model has no hidden matrix for Muon to train",
             at="muon_adamw(model)",
-            hint="print(canzona_compile.hidden_matrices(model)) shows why; pass matrices= to choose matrices by name",
+            hint="print(canzona_compile.hidden_matrices(model)) shows why; pass matrices= to choose matrices by name, "
+            "or use torch.optim.AdamW for this model (a pipeline stage may have no hidden matrix)",
         )
     for name, param in choice.matrices:
         if param.ndim != 2:
