@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -356,21 +357,31 @@ def test_batched_products_of_multiples_of_16(target: Any) -> None:
     random = torch.Generator().manual_seed(3)
     for _ in range(60):
         m, k, n = (16 * int(torch.randint(1, 11, (1,), generator=random)) for _ in range(3))
-        assert batches_equal(target, (m, k, n), torch.bfloat16, CPU)
-        assert not batches_differ(target, m, k, n, random), (m, k, n)
+        assert batches_equal(target, (m, k, n), torch.bfloat16, CPU) is (m * k * n > 16**3)
+        assert m * k * n == 16**3 or not batches_differ(target, m, k, n, random), (m, k, n)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        (aten.mm.default, (16, 16, 24), torch.bfloat16, CPU),
-        (aten.mm.default, (16, 16, 16), torch.float32, CPU),
-        (aten.bmm.default, (16, 16, 16), torch.bfloat16, CPU),
-        (aten.mm.default, (16, 16, 16), torch.bfloat16, Machine("cpu", "gloo", 2)),
-        (aten.mm.default, (16, 16, 16), torch.bfloat16, Machine("cuda", "nccl", 1)),
+        (aten.mm.default, (16, 32, 24), torch.bfloat16, CPU),
+        (aten.mm.default, (16, 16, 16), torch.bfloat16, CPU),
+        (aten.mm.default, (16, 32, 16), torch.float32, CPU),
+        (aten.bmm.default, (16, 32, 16), torch.bfloat16, CPU),
+        (aten.mm.default, (16, 32, 16), torch.bfloat16, Machine("cpu", "gloo", 2)),
+        (aten.mm.default, (16, 32, 16), torch.bfloat16, Machine("cuda", "nccl", 1)),
     ],
-    ids=["odd", "float32", "bmm", "threads", "cuda"],
+    ids=["odd", "small", "float32", "bmm", "threads", "cuda"],
 )
 def test_no_other_batches_are_claimed(case: tuple[Any, tuple[int, ...], torch.dtype, Machine]) -> None:
-    assert batches_equal(aten.mm.default, (16, 16, 16), torch.bfloat16, CPU)
+    assert batches_equal(aten.mm.default, (16, 32, 16), torch.bfloat16, CPU)
     assert not batches_equal(*case)
+
+
+@pytest.mark.parametrize("target", [aten.mm.default, aten.addmm.default], ids=str)
+def test_batched_products_of_the_smallest_shapes(target: Any) -> None:
+    """Where torch begins to use oneDNN for a product; rare values differ there, so each shape has many draws."""
+    random = torch.Generator().manual_seed(4)
+    for m, k, n in itertools.product((16, 32), repeat=3):
+        if batches_equal(target, (m, k, n), torch.bfloat16, CPU):
+            assert not any(batches_differ(target, m, k, n, random) for _ in range(400)), (m, k, n)
