@@ -199,9 +199,14 @@ def group_named(name: str) -> Iterator[None]:
         owner._process_group_name = real
 
 
+def node_of_backward() -> Any:
+    """The node that autograd runs in this thread; None if it runs none."""
+    return torch._C._current_autograd_node()
+
+
 def in_backward() -> bool:
     """Tell whether autograd runs a node in this thread."""
-    return torch._C._current_autograd_node() is not None
+    return node_of_backward() is not None
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------

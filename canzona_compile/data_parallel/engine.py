@@ -23,7 +23,7 @@ from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
-from canzona_compile.data_parallel.hooks import MARK, Hook
+from canzona_compile.data_parallel.hooks import MARK, Hook, ReadHook
 from canzona_compile.data_parallel.norms import check_reduced, clip_by_norm, cut_by_mesh, total_norm
 from canzona_compile.data_parallel.reduction import Reduction
 from canzona_compile.data_parallel.session import OwnerSession
@@ -96,7 +96,7 @@ class Zero1:
         self._announcing = False  # whether this step was announced
         self._agreed = False  # whether all ranks take this step, and it is not over
         self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
-        self._hooks: list[RemovableHandle] = [
+        self._hooks: list[RemovableHandle | ReadHook] = [
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
         ]
@@ -105,6 +105,8 @@ class Zero1:
             self._hooks.append(module.register_state_dict_pre_hook(Hook(self.synchronize, self._check_copied)))
             if self.forward is not None:
                 self._hooks.append(module.register_forward_pre_hook(Hook(self.flush), prepend=True))
+                # Buckets under way hold values from before the load, and would overwrite it on other ranks.
+                self._hooks.append(module.register_load_state_dict_pre_hook(Hook(self.synchronize)))
         for session in sessions:
             session.around, session.begun = partial(self._around, session), partial(self._begun, session)
         self.reduction.at_begin = self.gathering.wait

@@ -22,7 +22,7 @@ from canzona_compile.data_parallel.collectives import (
     shards_of,
 )
 from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.hooks import Hook
+from canzona_compile.data_parallel.hooks import Hook, ReadHook
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.runtime.step_clock import StepClock, during
@@ -149,7 +149,7 @@ class Gathering:
 
 
 class ForwardHooks:
-    """Lets every module wait for its own parameters just before it runs.
+    """Lets every module wait for its own parameters just before it runs, and code outside of it before it reads one.
 
     Args:
         model: the model.
@@ -163,10 +163,10 @@ class ForwardHooks:
     def __init__(self, model: nn.Module, gathering: Gathering, settle: Callable[[], None]) -> None:
         self.gathering, self._settle = gathering, settle
         self._early: set[str] = set()  # parameters that were updated and are not whole yet
-        self._called: set[str] = set()  # parameters whose modules have been called since
+        self._called: set[str] = set()  # parameters whose modules have been called or read since
         self._begun = False  # whether a forward pass of the model has begun since
         self._at_begin: tuple[str, ...] = ()  # parameters that the whole forward pass waits for
-        self.hooks: list[RemovableHandle] = [
+        self.hooks: list[RemovableHandle | ReadHook] = [
             model.register_forward_pre_hook(Hook(self._begin), prepend=True),
         ]
         self._known = {id(f.param): name for name, f in gathering.filling.fragments.items()}
@@ -184,6 +184,8 @@ class ForwardHooks:
             self._at_begin += names  # `module.compile()` compiles the call with its hooks
         elif names:
             self.hooks.append(module.register_forward_pre_hook(Hook(partial(self._before, names))))
+            if not inside:
+                self.hooks.append(ReadHook(module, self._read))
         for child in () if inside else module.children():
             self._hook(child)
 
@@ -203,6 +205,12 @@ class ForwardHooks:
             self._settle()  # a part of the model is evaluated, possibly on one rank alone
         self._called.update(names)
         self.gathering.wait_for(names)
+
+    def _read(self, param: Tensor) -> None:
+        """Code reads a parameter of a module, which may not be the module's own: a head whose weight embeds tokens."""
+        if self._begun and (name := self._known.get(id(param))) is not None:
+            self._called.add(name)
+            self.gathering.wait_for((name,))
 
     def updated(self, indices: Iterable[int]) -> None:
         """Note that the parameters of these buckets are whole only once their modules have waited for them."""

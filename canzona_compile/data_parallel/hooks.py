@@ -6,8 +6,11 @@ groups, which cannot be saved. So a copy, in memory or in a file, gets hooks tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import nn
 
 from canzona_compile.compat.torch_private import outside_dynamo
 
@@ -35,6 +38,43 @@ class Hook:
         if self._at_copy is not None:
             self._at_copy()
         return Hook, ()
+
+
+class ReadHook:
+    """Calls a function with each parameter that code reads of a module, as `module.weight`, until `remove`.
+
+    Args:
+        module: the module.
+        call: what to do before the reader gets the parameter.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[[Any], None]) -> None:
+        self._module = weakref.ref(module)
+        vars(module)["_parameters"] = WatchedParameters(module._parameters, call)
+
+    def remove(self) -> None:
+        """Give the module a plain dict again."""
+        if (module := self._module()) is not None:
+            vars(module)["_parameters"] = dict(module._parameters)
+
+
+class WatchedParameters(dict[str, Any]):
+    """The parameters of a module, by name; its copies are plain dicts.
+
+    Iteration calls nothing: `zero_grad` and the like go through all parameters without reading their values.
+    """
+
+    def __init__(self, own: dict[str, Any], call: Callable[[Any], None]) -> None:
+        super().__init__(own)
+        self._call = call
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        self._call(param)
+        return param
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()], None, None, Iterable[tuple[str, Any]]]:
+        return dict, (), None, None, iter(self.items())
 
 
 class Mark:

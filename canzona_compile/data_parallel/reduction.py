@@ -8,13 +8,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
+from torch.utils.hooks import RemovableHandle
 
-from canzona_compile.compat.torch_private import in_backward
+from canzona_compile.compat.torch_private import node_of_backward
 from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import (
     IN_FLIGHT,
@@ -197,8 +199,7 @@ class Reduction:
         if not self.under_way:
             self._begin()
         if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(EndOfBackward(self._at_end, partial(self._missed, self._pass)))
+            self._queue()
         indices = self.filling.buckets_of[fragment.name]
         if not any(fragment.name in self._missing[index] for index in indices):
             raise CanzonaError(
@@ -303,12 +304,35 @@ class Reduction:
 
     # -- at the end of backward ----------------------------------------------------------------------
 
+    def _queue(self) -> None:
+        """Let the backward pass that runs now call `_at_end` when it ends."""
+        self._queued = True
+        Variable._execution_engine.queue_callback(EndOfBackward(self._at_end, partial(self._missed, self._pass)))
+
     def _at_end(self) -> None:
         self._queued = False
         # A reentrant checkpoint runs a backward pass inside another one, and the inner end is not the end of both.
-        inner = in_backward()
-        if self.under_way and not (inner and self._next < len(self.buckets)):
+        around = node_of_backward()
+        if self.under_way and around is not None and self._next < len(self.buckets):
+            self._queue_around(around)
+        elif self.under_way:
             self.finish()
+
+    def _queue_around(self, node: Any) -> None:
+        """Queue the end of the pass that runs this node: the first node after it that runs does so.
+
+        It may be that no gradient arrives any more outside of checkpoints: all else may be frozen.
+        """
+        reference, handles = weakref.ref(self), list[RemovableHandle]()
+
+        def queue(_: Any) -> None:
+            own = reference()
+            for handle in handles:
+                handle.remove()
+            if own is not None and own.under_way and not own._queued:
+                own._queue()
+
+        handles += [following.register_prehook(queue) for following, _ in node.next_functions if following is not None]
 
     def finish(self) -> None:
         """Reduce what is left, wait for all, and show every rank that its parameters have gradients.

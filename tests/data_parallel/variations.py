@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import canzona_compile
+from canzona_compile.errors import CanzonaError
 from tests.data_parallel.models import MAKERS, Model, batch, different, different_state
 from tests.harness.layouts import mesh_of
 
@@ -43,6 +45,18 @@ class Frozen(Model):
         self.blocks[0].up.weight.requires_grad_(False)
 
 
+class ReadEarly(Model):
+    """Its forward pass reads parameters of modules that it calls later; nothing saves them for the backward pass."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of some tokens."""
+        tokens = tokens % self.embed.num_embeddings
+        x = F.embedding(tokens, self.head.weight)
+        biases: Any = sum(block.get_parameter("up.bias").sum() for block in self.blocks)
+        x = self.blocks(x + self.embed(tokens))
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(-1, 1).flatten()) * (1 + biases)
+
+
 class Checkpointed(nn.Module):
     """A block that forgets what it computed in forward."""
 
@@ -68,6 +82,7 @@ def compiled() -> Any:
 VARIATIONS: dict[str, Callable[[], Any]] = {
     "plain": Model,
     "tied": Tied,
+    "read early": ReadEarly,
     "twice": Twice,
     "frozen": Frozen,
     "checkpoint": lambda: checkpointed(False),
@@ -138,6 +153,41 @@ def scaled() -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     return different(models[1], models[0])
+
+
+def adapted() -> str:
+    """Take a step of adapters in reentrant checkpoints, all else frozen and one adapter unused, and clip by torch."""
+    model = nn.Sequential(*(Checkpointed(nn.Linear(8, 8), reentrant=True) for _ in range(3)))
+    model.unused = nn.Linear(8, 8)
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    found = canzona_compile.zero1(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, bucket_bytes=300)
+    for depth in (1, 2):  # checkpoints in checkpoints
+        x: Any = torch.full((2, 8), 1.0 + dist.get_rank(), requires_grad=True)
+        x = model[:3](x) if depth == 1 else checkpoint(model[:3], x, use_reentrant=True)
+        x.square().sum().backward()
+        kinds = {type(p.grad).__name__ for p in model[:3].parameters()}
+        if kinds != {"ReducedGradient"}:
+            return f"depth {depth}: {kinds}"
+        found.step()
+        found.zero_grad()
+    try:
+        model[:3](torch.ones(2, 8, requires_grad=True)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    except CanzonaError as error:
+        return str(error)
+    return "no error"
+
+
+def loaded_in_mid_forward() -> list[str]:
+    """Load a checkpoint after a forward pass that ended early, while parameters of the last step are on their way."""
+    pair = Pair(gather="forward")
+    pair.train(0)
+    before = copy.deepcopy(pair.model.state_dict())
+    pair.train(1)
+    pair.model.embed(batch(2, pair.rank))
+    pair.model.load_state_dict(before)
+    pair.handle.synchronize()
+    return [name for name, value in pair.model.state_dict().items() if not torch.equal(value, before[name])]
 
 
 def unwrapped() -> list[str]:
