@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import plain_class, plain_step
 from canzona_compile.eager.own_object import Recipe
 from canzona_compile.eager.publish import CoupledUpdate
-from canzona_compile.errors import RoundsOtherwise, UnsupportedOptimizer, some
+from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.rehearsal.real_sizes import check_real_sizes
@@ -169,6 +169,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
 
     Raises:
         UnsupportedOptimizer: its step reads or writes something that a plan does not give it, or fails in miniature.
+        CanzonaError: it fails because groups lack hyperparameters.
     """
     numbers = [len(group["params"]) for group in optimizer.param_groups]
     if not any(numbers):
@@ -180,6 +181,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     try:
         found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
     except CannotBegin as first:
+        check_groups(optimizer)
         # The state was made in the constructor, or the step cannot make it again.
         cast = [replace(scenario, stateful=True) for scenario in cast]
         found = rehearse_stateful(optimizer, cast, names, first)
@@ -193,6 +195,19 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
             stacklevel=2,
         )
     return habits_of(found)
+
+
+def check_groups(optimizer: Optimizer) -> None:
+    """Raise CanzonaError if parameter groups lack what the constructor gives them, as those of another optimizer do."""
+    for g, group in enumerate(optimizer.param_groups):
+        if lacking := [key for key in optimizer.defaults if key not in group]:
+            raise CanzonaError(
+                f"the parameter group lacks {some(list(map(repr, lacking)))}, and "
+                f"{plain_class(optimizer).__name__}.step fails without",
+                at=f"param_groups[{g}]",
+                hint="load a state_dict that this class of optimizer has saved. After a change of optimizers load the "
+                "model's weights only",
+            )
 
 
 def rehearse_stateful(

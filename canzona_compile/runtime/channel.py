@@ -158,6 +158,10 @@ class Channel:
         self._users[kind] += 1
         return self._users[kind] - 1
 
+    def next_number(self, kind: str) -> int:
+        """The number that the next user of a kind gets."""
+        return self._users[kind]
+
     def largest(self, values: torch.Tensor) -> dist.Work:
         """Start to replace integers by their maxima over all ranks."""
         options = AllreduceOptions()

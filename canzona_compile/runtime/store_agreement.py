@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -39,19 +40,38 @@ class StoreAgreement:
         ranks: the global ranks of the members, ascending.
         group: the process group of these ranks that the user or torch made; its timeout holds here, too.
         device: the device of the tensors that the collectives of a step move.
-        name: what the agreement is about, as "optimizer (Muon)". It gets a number as well.
+        what: what the agreement is about, as "optimizer (Muon)".
 
     Attributes:
         channel: where the members announce what they do. Other optimizers and models share it.
-        meeting: where members wait for each other before a call that needs all of them.
     """
 
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, what: str) -> None:
         self.ranks, self.rank = tuple(ranks), dist.get_rank()
         self.channel = channel_of(ranks, timedelta(seconds=timeout_of(group, device)))
-        self.name = f"{name}, number {self.channel.number(name)}"
+        self._what = what
+        self._number: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What the agreement is about, with the number of the optimizer among those of its class on these ranks."""
+        number = self.channel.next_number(self._what) if self._number is None else self._number
+        return f"{self._what}, number {number}"
+
+    def _take_number(self) -> None:
+        """Give the optimizer its number, once all members are known to plan the same one.
+
+        After a planning that ranks entered with different optimizers, the next one begins with equal numbers again.
+        """
+        if self._number is None:
+            self._number = self.channel.number(self._what)
+
+    @cached_property
+    def meeting(self) -> Meeting:
+        """Where members wait for each other before a call that needs all of them."""
+        self._take_number()
         meetings = PrefixStore(f"meet/{self.name}", self.channel.store)
-        self.meeting = Meeting(meetings, self.ranks, self.rank, self.channel.listen)
+        return Meeting(meetings, self.ranks, self.rank, self.channel.listen)
 
     def share(self, value: str, error: CanzonaError | None = None) -> list[str]:
         """Gather one string from every member. This is a collective on the host.
@@ -66,7 +86,9 @@ class StoreAgreement:
         Raises:
             CanzonaError: a member failed. Every member raises.
         """
-        return self.channel.exchange(f"planning of {self.name}", value, error)
+        told = self.channel.exchange(f"planning of {self.name}", value, error)
+        self._take_number()
+        return told
 
     def agree(self, text: str, error: CanzonaError | None, missing: str = "") -> None:
         """Compare the plans of all members before the first step of a plan. This is a collective.
@@ -126,8 +148,8 @@ class StoreAgreement:
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
         said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
         missing = all(not own or own.startswith(("no gradient", "every gradient")) for own in findings.values())
-        problem, hint = MISSING_GRADIENTS if missing else CHANGED_APART
-        return InvalidGradient(f"{problem} ({said}); nothing was updated", hint=hint)
+        kind, (problem, hint) = (InvalidGradient, MISSING_GRADIENTS) if missing else (RankMismatch, CHANGED_APART)
+        return kind(f"{problem} ({said}); nothing was updated", hint=hint)
 
 
 def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import canzona_compile
 from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.candidates import CANDIDATES
 from canzona_compile.kernels.dispatch import Problem
@@ -127,3 +128,25 @@ def test_training_goes_on_once_the_cause_is_gone(odd: float | str) -> None:
     first, other = run(2, mended, odd, fresh=True, after=ready())
     assert len(first) == len(other) == 2
     assert {*first, *other} <= {"InvalidGradient", "RankMismatch", "UnsupportedOptimizer", "CanzonaError"}
+
+
+def of_different_classes() -> list[str]:
+    """A step of Muon on rank 0 and SGD on rank 1, then two steps of a Muon on both; what was raised, what differs."""
+    case = Case("fsdp", (2,))
+    wrong = Trainer(case)
+    if dist.get_rank() == 1:
+        wrong.optimizer = canzona_compile.wrap(torch.optim.SGD(wrong.params, momentum=0.9))
+    wrong.gradients()
+    said = [wrong.last_step().error]
+    trainer, alone = (Trainer(own, shapes=ALIKE) for own in (case, Case("plain", ())))
+    for _ in range(2):
+        for own in (trainer, alone):
+            own.gradients()
+            own.optimizer.step()
+    pairs = enumerate(zip(trainer.params, alone.params, strict=True))
+    return said + [f"parameter {i}" for i, (a, b) in pairs if not torch.equal(full(a), full(b))]
+
+
+@pytest.mark.ranks
+def test_new_optimizers_plan_after_ranks_made_different_ones() -> None:
+    assert run(2, of_different_classes, fresh=True, after=ready()) == [["RankMismatch"], ["RankMismatch"]]

@@ -81,6 +81,18 @@ def test_checkpoints_of_parameters_in_another_dtype(make: Any, dtypes: tuple[tor
     assert different(*both) == []
 
 
+def test_a_checkpoint_of_another_optimizer() -> None:
+    """Torch loads it, and the plain optimizer fails in its step with a KeyError."""
+    adamw = torch.optim.AdamW(parameters())
+    feed(adamw, 0)
+    adamw.step()
+    optimizer = canzona_compile.wrap(muon(parameters()))
+    optimizer.load_state_dict(adamw.state_dict())
+    feed(optimizer, 1)
+    with pytest.raises(CanzonaError, match=r"(?s)lacks 'momentum', .*param_groups.0.*optimizer has saved"):
+        optimizer.step()
+
+
 class Tidy(PerParameter):
     """Drops gradients when it is done with them."""
 
