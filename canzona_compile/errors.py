@@ -79,7 +79,7 @@ class OneRankSteps(CanzonaWarning):
 
 
 class EveryRankComputes(CanzonaWarning):
-    """Every rank computes all updates of a model under DistributedDataParallel, although ranks could share them."""
+    """Every rank computes all updates, although ranks could share them, or trains by itself."""
 
 
 class DrawsRandomNumbers(CanzonaWarning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,12 @@ def muon_adamw(
             `wrap` or `zero1` refuses the call.
         TypeError: there is no such option.
     """
+    known = inspect.signature(wrap if zero1 is None else under_zero1).parameters
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(
+            f"muon_adamw() got an unexpected keyword argument {unknown[0]!r}. Pass arguments of one optimizer as "
+            'adamw={"betas": (0.9, 0.95)} or muon={"momentum": 0.9}'
+        )
     choice = hidden_matrices(model, matrices, others)
     if not choice.matrices:
         raise CanzonaError(

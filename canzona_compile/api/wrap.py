@@ -311,19 +311,21 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
     return tuple(tuple(known[id(p)] for p in group["params"]) for group in optimizer.param_groups)
 
 
-def no_optimizer(given: object) -> CanzonaError:
-    """The error for what `wrap` cannot take, with the call that takes it."""
-    problem = f"wrap takes a torch.optim.Optimizer, not a {type(given).__name__}"
+def no_optimizer(given: object, call: str = "wrap") -> CanzonaError:
+    """The error for what a call cannot take, with the call that takes it."""
+    problem = f"{call} takes a torch.optim.Optimizer, not a {type(given).__name__}"
     hint = "pass the optimizer before a framework wraps it"
     if isinstance(given, type) and issubclass(given, Optimizer):
-        problem = f"wrap takes a torch.optim.Optimizer, but {given.__name__} is an optimizer class"
+        problem = f"{call} takes a torch.optim.Optimizer, but {given.__name__} is an optimizer class"
         hint = f"call wrap({given.__name__}(parameters, ...)); if a framework needs a class, wrap_cls({given.__name__})"
     elif isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
-        problem = f"wrap takes one optimizer, not a {type(given).__name__} of {len(given)}"
+        problem = f"{call} takes one optimizer, not a {type(given).__name__} of {len(given)}"
         hint = "call wrap(chain(*optimizers)), or zero1(model, optimizers)"
+    elif isinstance(given, nn.Module):
+        hint = f"call {call}(optimizer); canzona_compile.muon_adamw(model) makes a wrapped optimizer for a whole model"
     elif inner := advice(given):
         hint = inner
-    return CanzonaError(problem, at="wrap", hint=hint)
+    return CanzonaError(problem, at=call, hint=hint)
 
 
 def unwrap(optimizer: Opt) -> Opt:
@@ -336,7 +338,8 @@ def unwrap(optimizer: Opt) -> Opt:
         The same object, of its old class, with its state in the form of the plain optimizer.
 
     Raises:
-        CanzonaError: the optimizer is a wrapper around the wrapped one, or it has stepped by objects of its own.
+        CanzonaError: this is no optimizer, or a wrapper around the wrapped one, or it has stepped by objects of its
+            own.
     """
     if is_chain(optimizer) and is_wrapped(optimizer):
         for own in optimizer.optimizers:
@@ -356,6 +359,8 @@ def unwrap(optimizer: Opt) -> Opt:
         for own in held:
             unwrap(own)
         vars(optimizer).pop("canzona", None)
+    elif not isinstance(optimizer, Optimizer):
+        raise no_optimizer(optimizer, "unwrap")
     return optimizer
 
 
@@ -378,9 +383,11 @@ def explain(optimizer: Optimizer) -> Explanation:
         One entry per parameter; print it.
 
     Raises:
-        CanzonaError: the optimizer as a whole cannot be planned.
+        CanzonaError: this is no optimizer, or as a whole it cannot be planned.
     """
     members = members_of(inside(optimizer))
+    if not isinstance(members[0], Optimizer):
+        raise no_optimizer(optimizer, "explain")
     each = [Options()] if len(members) == 1 else options_of(members, Options(), None)
     sessions = [
         own.canzona.session if is_wrapped(own) else Session(own, options)

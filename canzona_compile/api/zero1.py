@@ -208,7 +208,13 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
             raise CanzonaError(f"rank {dist.get_rank()} is not one of the ranks {ranks}", at="zero1(..., mesh=)")
         return DataParallelGroup(mesh, None, mesh.rank(), len(ranks), 1), ranks
     if not isinstance(mesh, DeviceMesh):
-        raise CanzonaError(f"mesh= takes a DeviceMesh or a ProcessGroup, not a {type(mesh).__name__}", at="zero1()")
+        raise CanzonaError(
+            f"mesh= takes a DeviceMesh or a ProcessGroup, not a {type(mesh).__name__}",
+            at="zero1(..., mesh=)",
+            hint="call torch.distributed.init_process_group() before torch.distributed.group.WORLD is read"
+            if mesh is None
+            else 'pass the data-parallel mesh, such as mesh["dp"], or torch.distributed.group.WORLD',
+        )
     if mesh.ndim > 2:
         raise CanzonaError(
             f"the mesh has {mesh.ndim} dims",

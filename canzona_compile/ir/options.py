@@ -98,7 +98,7 @@ class Options:
                 raise CanzonaError(f"{name}={getattr(self, name)!r} is neither True nor False", at=f"the option {name}")
         if self.audit is not None and self.numerics != "exact":
             raise CanzonaError(
-                'audit=True compares bits, but numerics="fast" changes them',
+                'audit= compares bits, but numerics="fast" changes them',
                 at="the option audit",
                 hint='pass numerics="exact", or compare with verify()',
             )

@@ -236,7 +236,7 @@ def named_hardware(name: str) -> Hardware:
         path = Path(name)
         if path.suffix != ".json" or not path.is_file():
             raise CanzonaError(
-                f"there is no hardware {name!r}",
+                f"there is no file {name!r}" if path.suffix == ".json" else f"there is no hardware {name!r}",
                 hint=f"use one of {', '.join(known)}, or a file.json that calibrate wrote",
             )
     found = read_json(path, ANEW)

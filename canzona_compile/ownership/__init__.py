@@ -45,4 +45,8 @@ def planner_named(name: str, *, alpha: float = 1.0, bucket: int = BUCKET, second
             return Permuted(bucket)
         case "exact":
             return Exact(seconds)
-    raise CanzonaError(f"there is no ownership planner {name!r}", hint=f"one of {', '.join(NAMES)}")
+    raise CanzonaError(
+        f"there is no ownership planner {name!r}",
+        at="the option planner",
+        hint=f"use one of {', '.join(NAMES)}; wrap and zero1 do not take 'exact'",
+    )

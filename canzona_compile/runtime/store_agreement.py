@@ -110,7 +110,7 @@ class StoreAgreement:
         raise RankMismatch(
             "ranks made different plans; " + first_difference(self.ranks, texts),
             hint="on every rank, build the optimizer from the same parameters, in the same order, with the same "
-            "options",
+            "options, and load checkpoints on all ranks or on none",
         )
 
     def compare(self, change: str, numbers: str, error: CanzonaError | None) -> CanzonaError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -28,6 +29,7 @@ from canzona_compile.ir.canonical_names import DDP, canonical_name, canonical_na
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step
 from canzona_compile.rehearsal.asked import lies_otherwise
+from canzona_compile.runtime.process_groups import distributed
 
 Module = TypeVar("Module", bound=nn.Module)
 Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
@@ -159,6 +161,18 @@ def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
                 "The model is wrapped in DistributedDataParallel, and every rank computes all of "
                 "the updates. To share the work, call canzona_compile.wrap(optimizer, "
                 "replicate=torch.distributed.group.WORLD), or pass the mesh or process group of DDP as replicate=."
+            ),
+            stacklevel=2,
+        )
+
+
+def notice_no_ranks() -> None:
+    """Warn if a launcher started several ranks, and none of them knows of the others."""
+    if not distributed() and (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+        warnings.warn(
+            EveryRankComputes(
+                f"WORLD_SIZE is {world}, but there is no process group, so every rank trains a model of its own. "
+                "To share the work, call torch.distributed.init_process_group() before wrap()."
             ),
             stacklevel=2,
         )

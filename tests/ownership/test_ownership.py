@@ -153,7 +153,7 @@ def test_nothing_to_own(name: str) -> None:
 def test_names() -> None:
     assert [planner_named(name).name for name in NAMES] == [*NAMES]
     assert planner_named("alpha", alpha=0.5, bucket=3) == AlphaBalanced(0.5, 3)
-    with pytest.raises(CanzonaError, match=r"no ownership planner 'best'\n.*one of static, alpha, lpt"):
+    with pytest.raises(CanzonaError, match=r"(?s)no ownership planner 'best'.*one of static, alpha, lpt"):
         planner_named("best")
 
 

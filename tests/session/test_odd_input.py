@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, EveryRankComputes, InvalidGradient, UnsupportedOptimizer
 from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
@@ -90,6 +90,26 @@ def test_a_checkpoint_of_another_optimizer() -> None:
     optimizer.load_state_dict(adamw.state_dict())
     feed(optimizer, 1)
     with pytest.raises(CanzonaError, match=r"(?s)lacks 'momentum', .*param_groups.0.*optimizer has saved"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("call", [canzona_compile.wrap, canzona_compile.explain, canzona_compile.unwrap])
+def test_a_model_in_place_of_an_optimizer(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(CanzonaError, match="not a Linear") as caught:
+        call(nn.Linear(4, 6))
+    assert "muon_adamw" in str(caught.value)
+
+
+def test_an_option_of_adamw_given_to_the_whole_model() -> None:
+    with pytest.raises(TypeError, match=r"muon_adamw.*betas"):
+        canzona_compile.muon_adamw(nn.Sequential(nn.Linear(4, 6)), betas=(0.9, 0.95))
+
+
+def test_ranks_that_a_launcher_started_and_nobody_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    optimizer = canzona_compile.wrap(muon(parameters()))
+    feed(optimizer, 0)
+    with pytest.warns(EveryRankComputes, match="WORLD_SIZE is 2.*init_process_group"):
         optimizer.step()
 
 
