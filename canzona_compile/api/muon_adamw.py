@@ -17,6 +17,8 @@ from canzona_compile.api.wrap import wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.errors import CanzonaError
 
+OPTIONS, OPTIONS_OF_ZERO1 = (inspect.signature(call).parameters for call in (wrap, under_zero1))
+
 
 def muon_adamw(
     model: nn.Module,
@@ -55,8 +57,7 @@ def muon_adamw(
             `wrap` or `zero1` refuses the call.
         TypeError: there is no such option.
     """
-    known = inspect.signature(wrap if zero1 is None else under_zero1).parameters
-    if unknown := [name for name in options if name not in known]:
+    if unknown := [name for name in options if name not in (OPTIONS if zero1 is None else OPTIONS_OF_ZERO1)]:
         raise TypeError(
             f"muon_adamw() got an unexpected keyword argument {unknown[0]!r}. Pass arguments of one optimizer as "
             'adamw={"betas": (0.9, 0.95)} or muon={"momentum": 0.9}'

@@ -181,7 +181,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     try:
         found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
     except CannotBegin as first:
-        check_groups(optimizer)
+        check_groups(optimizer, first.__cause__)
         # The state was made in the constructor, or the step cannot make it again.
         cast = [replace(scenario, stateful=True) for scenario in cast]
         found = rehearse_stateful(optimizer, cast, names, first)
@@ -197,10 +197,16 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     return habits_of(found)
 
 
-def check_groups(optimizer: Optimizer) -> None:
-    """Raise CanzonaError if parameter groups lack what the constructor gives them, as those of another optimizer do."""
+def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
+    """Raise CanzonaError if a step fails because groups lack what the constructor gives them.
+
+    Args:
+        optimizer: the optimizer, which may have loaded a state_dict of another one.
+        error: of the step.
+    """
     for g, group in enumerate(optimizer.param_groups):
-        if lacking := [key for key in optimizer.defaults if key not in group]:
+        lacking = [key for key in optimizer.defaults if key not in group]
+        if isinstance(error, KeyError) and error.args[0] in lacking:
             raise CanzonaError(
                 f"the parameter group lacks {some(list(map(repr, lacking)))}, and "
                 f"{plain_class(optimizer).__name__}.step fails without",
@@ -260,7 +266,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
     def plainly(one: Scenario) -> RehearsedSteps:
         found = together(optimizer, one)
         if found.error is not None and not found.after:
-            raise CannotBegin(f"{first_line(found.error)}{blamed(found.error)}")
+            raise CannotBegin(f"{first_line(found.error)}{blamed(found.error)}") from found.error
         if found.uses_cache:
             raise UnsupportedOptimizer(
                 f"{plain_class(optimizer).__name__}.step {found.uses_cache}",

@@ -147,7 +147,7 @@ class StoreAgreement:
 
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
         said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
-        missing = all(not own or own.startswith(("no gradient", "every gradient")) for own in findings.values())
+        missing = any(own.startswith("no gradient") for own in findings.values())
         kind, (problem, hint) = (InvalidGradient, MISSING_GRADIENTS) if missing else (RankMismatch, CHANGED_APART)
         return kind(f"{problem} ({said}); nothing was updated", hint=hint)
 

@@ -72,7 +72,7 @@ def test_unknown_names() -> None:
         named_hardware("b200")
     assert caught.value.hint is not None
     assert all(name in caught.value.hint for name in NAMES)
-    with pytest.raises(CanzonaError, match=r"no hardware '/nowhere/mine\.json'"):
+    with pytest.raises(CanzonaError, match=r"no file '/nowhere/mine\.json'"):
         named_hardware("/nowhere/mine.json")
 
 

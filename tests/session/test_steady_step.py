@@ -16,7 +16,7 @@ from torch import nn
 import canzona_compile
 from tests.harness.optimizers import share_captures
 
-SHAPES = ((32, 16), (16, 16), (16, 32), (80, 16))
+SHAPES = ((32, 48), (32, 32), (48, 32), (80, 32))
 MOST_CALLS = 9.0  # of Python functions, for each further matrix
 MODULES = """
 import sys, torch, canzona_compile

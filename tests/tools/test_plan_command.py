@@ -155,7 +155,7 @@ def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
         (["--optimizer", "torch.nn:Linear"], ["is not a subclass of torch.optim.Optimizer"]),
         (["--optimizer", "torch.optim:LBFGS"], ["LBFGS", "closure"]),
         (["--hardware", "tpu"], ["there is no hardware 'tpu'", "hint: use one of a100"]),
-        (["--hardware", "nothing.json"], ["there is no hardware 'nothing.json'", "hint: use one of a100"]),
+        (["--hardware", "nothing.json"], ["there is no file 'nothing.json'", "hint: use one of a100"]),
         (["--rank", "2"], ["rank 2 is not one of the 2 ranks of fsdp=2", "rank="]),
         (["--rank", "-1"], ["rank -1 is not one of the 2 ranks", "rank="]),
         (["--alpha", "1.5"], ["alpha=1.5 is not between 0 and 1", "hint: 1 balances most"]),
