@@ -19,6 +19,7 @@ from canzona_compile.compat.interrupts import interrupts_later
 from canzona_compile.compat.matmul_precision import Kept, put_back, switches
 from canzona_compile.compat.torch_private import (
     DYNAMO_LOGGER,
+    FAKE_LOGGER,
     TorchDispatchMode,
     at_start_of_traces,
     dispatch_modes,
@@ -132,7 +133,7 @@ def eagerly() -> Iterator[None]:
 
     With that record it would not let an operator return a view again that it has returned before.
     """
-    with as_written(), without_view_records():
+    with as_written(), without_view_records(), silent(FAKE_LOGGER):
         yield
 
 
@@ -187,8 +188,9 @@ def without_guards_on_power(guards: Sequence[Any]) -> list[bool]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Dynamo's messages about a twin: that it ignores profiler ranges, and its own deprecation warnings."""
-    with silent(DYNAMO_LOGGER), warnings.catch_warnings():
+    """Silence messages about a twin: that Dynamo ignores profiler ranges, its own deprecation warnings, and how an
+    operator fails on tensors without values, which the error says."""
+    with silent(DYNAMO_LOGGER), silent(FAKE_LOGGER), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -93,6 +93,18 @@ def test_a_checkpoint_of_another_optimizer() -> None:
         optimizer.step()
 
 
+def test_state_of_other_shapes_fails_as_in_the_plain_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    saved = muon(parameters([(6, 8)]))
+    feed(saved, 0)
+    saved.step()
+    for optimizer in (muon(parameters([(6, 9)])), canzona_compile.wrap(muon(parameters([(6, 9)])))):
+        optimizer.load_state_dict(saved.state_dict())
+        feed(optimizer, 1)
+        with pytest.raises(RuntimeError, match=r"tensor a \(8\) must match"):
+            optimizer.step()
+    assert "failed while attempting" not in caplog.text
+
+
 @pytest.mark.parametrize("call", [canzona_compile.wrap, canzona_compile.explain, canzona_compile.unwrap])
 def test_a_model_in_place_of_an_optimizer(call: Callable[[Any], Any]) -> None:
     with pytest.raises(CanzonaError, match="not a Linear") as caught:
