@@ -4,7 +4,7 @@
     python benchmarks/host_time.py --against ../before
 
 Each checkout has a process of its own, one thread, one rank. Both wrap torch's Muon over the 448 matrices of
-Qwen3-32B's layers with every dim divided by 320, so that next to nothing is computed and the host's work is what is
+Qwen3-32B's layers with every dim divided by 160, so that next to nothing is computed and the host's work is what is
 left. The processes take turns, one round of steps each; only one runs at a time. The figures are medians of CPU
 seconds over the rounds, and the ratio is the median of the rounds' ratios.
 """
@@ -85,7 +85,7 @@ def serve() -> int:
     import canzona_compile
 
     torch.set_num_threads(1)
-    layer = ((32, 16), (16, 16), (16, 16), (16, 32), (80, 16), (80, 16), (16, 80))
+    layer = ((64, 32), (32, 32), (32, 32), (32, 64), (160, 32), (160, 32), (32, 160))  # products of 16 are not stacked
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in layer * 64]
     optimizer = canzona_compile.wrap(torch.optim.Muon(params, lr=1e-3))
     for param in params:

@@ -58,7 +58,7 @@ QWEN = Case(
 )
 # The same tasks and templates with next to nothing to compute: what is left is the host's work.
 QWEN_HOST = Case(
-    "qwen3-32b/320",
-    "the same layout, dims of 16 to 80: kernels cost next to nothing",
-    qwen_layer(hidden=16, intermediate=80, q=32, kv=16) * 64,
+    "qwen3-32b/160",
+    "the same layout, dims of 32 to 160: kernels cost next to nothing",
+    qwen_layer(hidden=32, intermediate=160, q=64, kv=32) * 64,
 )
