@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pickle
 import random
 import sys
@@ -156,6 +157,9 @@ def built(build: str | bytes, seed: int) -> Built:
     return found
 
 
+ELSEWHERE = "run in the folder of the module, or set PYTHONPATH"
+
+
 def loaded(build: str | bytes) -> Build:
     """The function that `packed` was given."""
     if isinstance(build, bytes):
@@ -163,7 +167,9 @@ def loaded(build: str | bytes) -> Build:
             function: Build = pickle.loads(build)
         return function
     module, _, attribute = build.partition(":")
-    with blamed(f"importing {module}", "run in the folder of the module, or set PYTHONPATH"):
+    if not there(module):
+        raise CannotVerify(f"there is no module {module!r}", at=build, hint=ELSEWHERE)
+    with blamed(f"importing {module}", ELSEWHERE):
         found: Any = importlib.import_module(module)
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -172,6 +178,16 @@ def loaded(build: str | bytes) -> Build:
     if not callable(found):
         raise CannotVerify(f"{build} is a {type(found).__name__}, not a function", hint=RETURNS)
     return found  # type: ignore[no-any-return]
+
+
+def there(module: str) -> bool:
+    """Tell whether a module can be found. This imports the packages that hold it, whose errors are raised later."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        return error.name is None or not f"{module}.".startswith(f"{error.name}.")
+    except Exception:
+        return True
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
