@@ -159,7 +159,7 @@ def test_arguments_are_checked_before_any_process_starts(build: Any, options: di
 @pytest.mark.parametrize(
     ("build", "says", "at"),
     [
-        ("no_such_module:build", "there is no module .no_such_module.", None),
+        ("no_such_module:build", "there is no module 'no_such_module'", None),
         (f"{BUILDS}:nothing", "has no 'nothing'", "user_builds.py"),
         (f"{BUILDS}:not_callable", "is a int, not a function", None),
         (f"{BUILDS}:raises", "build() raised KeyError: 'no such layer'", "user_builds.py"),
