@@ -79,7 +79,7 @@ class OneRankSteps(CanzonaWarning):
 
 
 class EveryRankComputes(CanzonaWarning):
-    """Every rank computes all updates, although ranks could share them, or trains by itself."""
+    """Every rank computes all updates, although ranks could share them, or each rank trains its own model."""
 
 
 class DrawsRandomNumbers(CanzonaWarning):

@@ -58,10 +58,10 @@ def muon_adamw(
         TypeError: there is no such option.
     """
     if unknown := [name for name in options if name not in (OPTIONS if zero1 is None else OPTIONS_OF_ZERO1)]:
-        raise TypeError(
-            f"muon_adamw() got an unexpected keyword argument {unknown[0]!r}. Pass arguments of one optimizer as "
-            'adamw={"betas": (0.9, 0.95)} or muon={"momentum": 0.9}'
-        )
+        advice = 'Pass arguments of one optimizer as adamw={"betas": (0.9, 0.95)} or muon={"momentum": 0.9}'
+        if unknown[0] in OPTIONS_OF_ZERO1:
+            advice = "It is an option of zero1: pass zero1= as well"
+        raise TypeError(f"muon_adamw() got an unexpected keyword argument {unknown[0]!r}. {advice}")
     choice = hidden_matrices(model, matrices, others)
     if not choice.matrices:
         raise CanzonaError(

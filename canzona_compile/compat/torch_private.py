@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -165,16 +166,16 @@ def host_group(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) 
 def own_name(ranks: Sequence[int], what: str) -> str:
     """A name for something that some ranks make together, the same on each of them, and new each time.
 
-    They count in the store of the default process group, which may have served an earlier one. All of them have to
-    call this, and to make the thing before they call this again.
+    Each of them counts in the store of the default process group, which may have served an earlier one.
 
     Args:
         ranks: the global ranks.
         what: what they make.
     """
-    name = f"canzona_compile/{'-'.join(map(str, ranks))}/{what}"
-    count: int = default_store().add(name, 1)
-    return f"{name}/{(count - 1) // len(ranks)}"
+    digest = hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()  # a thousand ranks are long
+    name = f"canzona_compile/{digest}/{what}"
+    count: int = default_store().add(f"{name}/{dist.get_rank()}", 1)
+    return f"{name}/{count - 1}"
 
 
 def default_store() -> Store:
@@ -184,15 +185,19 @@ def default_store() -> Store:
 
 
 @contextlib.contextmanager
-def group_named(name: str) -> Iterator[None]:
-    """Inside this context, a process group that only its members make has this name.
+def group_named(name: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Inside this context, a process group that only these ranks make has this name.
 
-    Torch names such a group by how many groups a process has or has made, so ranks that have unequally many would
-    never meet. Torch 2.15 counts this one as well, and then later groups of the user would not meet either.
+    Torch names such a group by how many groups a process has (before 2.15) or has made, so ranks that have unequally
+    many would never meet. Torch 2.15 would count this one, and the names of the user's later groups would differ.
     """
     owner: Any = dist.distributed_c10d
-    real = owner._process_group_name
-    owner._process_group_name = lambda ranks, use_hashed_name: name if use_hashed_name else real(ranks, False)
+    real, members = owner._process_group_name, list(ranks)
+
+    def chosen(of: Sequence[int], use_hashed_name: bool) -> Any:
+        return name if use_hashed_name and list(of) == members else real(of, use_hashed_name=use_hashed_name)
+
+    owner._process_group_name = lambda ranks, use_hashed_name: chosen(ranks, use_hashed_name)
     try:
         yield
     finally:

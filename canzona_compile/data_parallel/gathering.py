@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -170,7 +171,10 @@ class ForwardHooks:
             model.register_forward_pre_hook(Hook(self._begin), prepend=True),
         ]
         self._known = {id(f.param): name for name, f in gathering.filling.fragments.items()}
+        self._thread = 0  # that of the forward pass: others may read parameters for logs
         self._hook(model)
+        readable = [m for m in model.modules() if any(id(p) in self._known for p in m._parameters.values())]
+        self.hooks += [ReadHook(module, self._read) for module in readable]
 
     def _hook(self, module: nn.Module) -> None:
         """Let a module and those in it wait. Compiled code calls no hooks inside, so it waits for all it reads."""
@@ -184,14 +188,12 @@ class ForwardHooks:
             self._at_begin += names  # `module.compile()` compiles the call with its hooks
         elif names:
             self.hooks.append(module.register_forward_pre_hook(Hook(partial(self._before, names))))
-            if not inside:
-                self.hooks.append(ReadHook(module, self._read))
         for child in () if inside else module.children():
             self._hook(child)
 
     def _begin(self) -> None:
         gathering = self.gathering
-        self._begun = True
+        self._begun, self._thread = True, threading.get_ident()
         if torch.is_grad_enabled():
             with during(gathering.clock, RETURN):
                 gathering.start()
@@ -208,7 +210,8 @@ class ForwardHooks:
 
     def _read(self, param: Tensor) -> None:
         """Code reads a parameter of a module, which may not be the module's own: a head whose weight embeds tokens."""
-        if self._begun and (name := self._known.get(id(param))) is not None:
+        name = self._known.get(id(param)) if self._begun else None
+        if name is not None and threading.get_ident() == self._thread:
             self._called.add(name)
             self.gathering.wait_for((name,))
 

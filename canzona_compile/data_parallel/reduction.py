@@ -323,14 +323,18 @@ class Reduction:
 
         It may be that no gradient arrives any more outside of checkpoints: all else may be frozen.
         """
-        reference, handles = weakref.ref(self), list[RemovableHandle]()
+        handles: list[RemovableHandle] = []
+
+        def queue_again() -> None:
+            if self.under_way and not self._queued:
+                self._queue()
+
+        end = EndOfBackward(queue_again, partial(self._missed, self._pass))
 
         def queue(_: Any) -> None:
-            own = reference()
             for handle in handles:
                 handle.remove()
-            if own is not None and own.under_way and not own._queued:
-                own._queue()
+            end()
 
         handles += [following.register_prehook(queue) for following, _ in node.next_functions if following is not None]
 

@@ -206,13 +206,13 @@ def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
     """
     for g, group in enumerate(optimizer.param_groups):
         lacking = [key for key in optimizer.defaults if key not in group]
-        if isinstance(error, KeyError) and error.args[0] in lacking:
+        if isinstance(error, KeyError) and error.args and error.args[0] in lacking:
             raise CanzonaError(
-                f"the parameter group lacks {some(list(map(repr, lacking)))}, and "
-                f"{plain_class(optimizer).__name__}.step fails without",
+                f"the parameter group lacks {some(list(map(repr, lacking)))}, which "
+                f"{plain_class(optimizer).__name__}.step needs",
                 at=f"param_groups[{g}]",
-                hint="load a state_dict that this class of optimizer has saved. After a change of optimizers load the "
-                "model's weights only",
+                hint="load a state_dict that this class of optimizer has saved. After a change of optimizers, load "
+                "only the model's weights",
             )
 
 

@@ -92,7 +92,7 @@ def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        with group_named(own_name(ranks, "groups")):
+        with group_named(own_name(ranks, "groups"), ranks):
             made = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="canzona_compile", **options)
     finally:
         default.bound_device_id = bound

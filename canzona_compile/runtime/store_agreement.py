@@ -147,7 +147,10 @@ class StoreAgreement:
 
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
         said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
-        missing = any(own.startswith("no gradient") for own in findings.values())
+        found = [own for own in findings.values() if own]
+        missing = any(own.startswith("no gradient") for own in found) and all(
+            own.startswith(("no gradient", "every gradient", "new code")) for own in found
+        )
         kind, (problem, hint) = (InvalidGradient, MISSING_GRADIENTS) if missing else (RankMismatch, CHANGED_APART)
         return kind(f"{problem} ({said}); nothing was updated", hint=hint)
 

@@ -168,7 +168,7 @@ def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
 
 def notice_no_ranks() -> None:
     """Warn if a launcher started several ranks, and none of them knows of the others."""
-    if not distributed() and (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+    if not distributed() and (world := os.environ.get("WORLD_SIZE", "")) not in ("", "1"):
         warnings.warn(
             EveryRankComputes(
                 f"WORLD_SIZE is {world}, but there is no process group, so every rank trains a model of its own. "

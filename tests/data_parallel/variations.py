@@ -79,6 +79,12 @@ def compiled() -> Any:
     return torch.compile(Model(), backend="aot_eager")
 
 
+def compiled_head() -> ReadEarly:
+    model = ReadEarly()
+    model.head = torch.compile(model.head, backend="aot_eager")  # type: ignore[assignment]
+    return model
+
+
 VARIATIONS: dict[str, Callable[[], Any]] = {
     "plain": Model,
     "tied": Tied,
@@ -88,6 +94,7 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
     "checkpoint": lambda: checkpointed(False),
     "reentrant checkpoint": lambda: checkpointed(True),
     "compiled": compiled,
+    "compiled head that is read early": compiled_head,
 }
 
 
@@ -97,7 +104,7 @@ class Pair:
     def __init__(self, variation: str = "plain", gather: str = "step") -> None:
         self.rank = dist.get_rank()
         self.plain: Any = VARIATIONS[variation]()
-        self.model: Any = VARIATIONS[variation]() if variation == "compiled" else copy.deepcopy(self.plain)
+        self.model: Any = VARIATIONS[variation]() if variation.startswith("compiled") else copy.deepcopy(self.plain)
         self.forwards: list[nn.Module] = [DistributedDataParallel(self.plain), self.model]
         self.expected, found = (MAKERS["muon and adamw"](m) for m in (self.plain, self.model))
         mesh = mesh_of((dist.get_world_size(),), ("dp",))
