@@ -14,6 +14,7 @@ from torch.optim import AdamW, Muon
 
 import canzona_compile
 from tests.harness.layouts import mesh_of
+from tests.harness.optimizers import shared_captures
 from tests.harness.ranks import run
 
 ORDERS = (0.0, 1.0, 2.0, 3.0, math.inf)
@@ -30,7 +31,8 @@ def found() -> list[bool]:
     batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     for order in ORDERS:
         model, plain = made(), made()
-        optimizer: Any = canzona_compile.zero1(model, Muon(model.parameters()), mesh=mesh)
+        with shared_captures():
+            optimizer: Any = canzona_compile.zero1(model, Muon(model.parameters()), mesh=mesh)
         for one in (model, plain):
             one(batch).square().mean().backward()
         ours = optimizer.canzona.clip_grad_norm_(1.0, norm_type=order)
@@ -53,7 +55,8 @@ def cut_ones() -> list[str]:
         torch.manual_seed(0)
         model = nn.Linear(32, 1100)
         plain = copy.deepcopy(model)
-        optimizer: Any = canzona_compile.zero1(model, AdamW(model.parameters()), mesh=mesh)
+        with shared_captures():
+            optimizer: Any = canzona_compile.zero1(model, AdamW(model.parameters()), mesh=mesh)
         assert any(fragment.cut for fragment in optimizer.canzona.zero1.fragments.values())
         for one in (model, plain):
             one(batch).square().mean().backward()

@@ -18,6 +18,7 @@ import canzona_compile
 from canzona_compile.errors import CanzonaError
 from tests.data_parallel.models import MAKERS, Model, batch, different, different_state
 from tests.harness.layouts import mesh_of
+from tests.harness.optimizers import shared_captures
 
 
 class Tied(Model):
@@ -109,7 +110,8 @@ class Pair:
         self.expected, found = (MAKERS["muon and adamw"](m) for m in (self.plain, self.model))
         mesh = mesh_of((dist.get_world_size(),), ("dp",))
         options: dict[str, Any] = {"bucket_bytes": 20_000, "gather": gather}
-        self.found: Any = canzona_compile.zero1(self.model, found, mesh=mesh, **options)
+        with shared_captures():
+            self.found: Any = canzona_compile.zero1(self.model, found, mesh=mesh, **options)
         self.handle = self.found[0].canzona
 
     def train(self, step: int) -> None:
