@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,12 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 # Tensors with shapes and without values. Documented, under this path only.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorModeOfTorch
+
+# The key-value store of the default process group.
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# The name of a new process group, see `group_named`.
+from torch.distributed.distributed_c10d import _process_group_name as name_of_group
 
 # Whether FSDP1 has put a parameter into a flat one, or it is one.
 from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
@@ -72,6 +77,7 @@ __all__ = [
     "StridedShard",
     "TCPStore",
     "TorchDispatchMode",
+    "default_store",
     "is_flattened",
     "is_non_overlapping_and_dense_or_false",
     "no_dispatch",
@@ -163,55 +169,29 @@ def host_group(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) 
     return made
 
 
-def own_name(ranks: Sequence[int], what: str) -> str:
-    """A name for something that some ranks make together, the same on each of them, and new each time.
-
-    Each of them counts in the store of the default process group, which may have served an earlier one.
-
-    Args:
-        ranks: the global ranks.
-        what: what they make.
-    """
-    digest = hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()  # a thousand ranks are long
-    name = f"canzona_compile/{digest}/{what}"
-    count: int = default_store().add(f"{name}/{dist.get_rank()}", 1)
-    return f"{name}/{count - 1}"
-
-
-def default_store() -> Store:
-    """The store of the default process group."""
-    found: Store = dist.distributed_c10d._get_default_store()
-    return found
-
-
 @contextlib.contextmanager
-def group_named(name: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Inside this context, a process group that only these ranks make has this name.
+def group_named(name: str, members: Sequence[int]) -> Iterator[None]:
+    """Inside this context, a process group that only its members make has this name.
 
     Torch names such a group by how many groups a process has (before 2.15) or has made, so ranks that have unequally
     many would never meet. Torch 2.15 would count this one, and the names of the user's later groups would differ.
     """
     owner: Any = dist.distributed_c10d
-    real, members = owner._process_group_name, list(ranks)
 
-    def chosen(of: Sequence[int], use_hashed_name: bool) -> Any:
-        return name if use_hashed_name and list(of) == members else real(of, use_hashed_name=use_hashed_name)
+    def chosen(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+        own = use_hashed_name and list(ranks) == list(members)
+        return name if own else name_of_group(ranks, use_hashed_name=use_hashed_name)
 
-    owner._process_group_name = lambda ranks, use_hashed_name: chosen(ranks, use_hashed_name)
+    owner._process_group_name = chosen
     try:
         yield
     finally:
-        owner._process_group_name = real
+        owner._process_group_name = name_of_group
 
 
 def node_of_backward() -> Any:
     """The node that autograd runs in this thread; None if it runs none."""
     return torch._C._current_autograd_node()
-
-
-def in_backward() -> bool:
-    """Tell whether autograd runs a node in this thread."""
-    return node_of_backward() is not None
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------

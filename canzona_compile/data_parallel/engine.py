@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.compat.torch_private import in_backward
+from canzona_compile.compat.torch_private import node_of_backward
 from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
 from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
@@ -332,7 +332,7 @@ class Zero1:
 
     def tell(self, error: CanzonaError) -> None:
         """Tell the other ranks of an error that this rank raises, and that changed nothing."""
-        if in_backward():
+        if node_of_backward() is not None:
             self.reduction.abandon(error)
         elif self.announcer.channel is not None:
             self.announcer.channel.note(error)

@@ -171,7 +171,7 @@ class ForwardHooks:
             model.register_forward_pre_hook(Hook(self._begin), prepend=True),
         ]
         self._known = {id(f.param): name for name, f in gathering.filling.fragments.items()}
-        self._thread = 0  # that of the forward pass: others may read parameters for logs
+        self._thread = 0  # that of the forward pass, once one has begun: others may read parameters for logs
         self._hook(model)
         readable = [m for m in model.modules() if any(id(p) in self._known for p in m._parameters.values())]
         self.hooks += [ReadHook(module, self._read) for module in readable]
@@ -179,8 +179,7 @@ class ForwardHooks:
     def _hook(self, module: nn.Module) -> None:
         """Let a module and those in it wait. Compiled code calls no hooks inside, so it waits for all it reads."""
         compiled = is_optimized(module)
-        # MultiheadAttention reads the weights of its output layer without calling it.
-        inside = compiled or isinstance(module, nn.MultiheadAttention) or module._compiled_call_impl is not None
+        inside = compiled or module._compiled_call_impl is not None
         names = tuple(
             dict.fromkeys(self._known[id(p)] for p in module.parameters(recurse=inside) if id(p) in self._known)
         )
@@ -205,20 +204,20 @@ class ForwardHooks:
     def _before(self, names: tuple[str, ...]) -> None:
         if not self._begun and not torch.is_grad_enabled():
             self._settle()  # a part of the model is evaluated, possibly on one rank alone
+        self._thread = threading.get_ident()
         self._called.update(names)
         self.gathering.wait_for(names)
 
     def _read(self, param: Tensor) -> None:
-        """Code reads a parameter of a module, which may not be the module's own: a head whose weight embeds tokens."""
-        name = self._known.get(id(param)) if self._begun else None
-        if name is not None and threading.get_ident() == self._thread:
+        """Code reads a parameter, maybe outside of its module: a head's weight that embeds tokens, for one."""
+        if threading.get_ident() == self._thread and (name := self._known.get(id(param))) is not None:
             self._called.add(name)
             self.gathering.wait_for((name,))
 
     def updated(self, indices: Iterable[int]) -> None:
         """Note that the parameters of these buckets are whole only once their modules have waited for them."""
         self._early |= {name for i in indices for name in self.gathering.filling.names[i]}
-        self._called, self._begun = set(), False
+        self._called, self._begun, self._thread = set(), False, 0
 
     def forget(self) -> None:
         """Begin again: all parameters are whole, or the gradients of all forward passes so far have arrived."""

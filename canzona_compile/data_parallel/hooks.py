@@ -70,8 +70,12 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        self._call(param)
+        self._read(param)
         return param
+
+    @outside_dynamo
+    def _read(self, param: Any) -> None:
+        self._call(param)
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()], None, None, Iterable[tuple[str, Any]]]:
         return dict, (), None, None, iter(self.items())

@@ -106,8 +106,8 @@ def batches_equal(op: Any, dims: Shape, dtype: torch.dtype, machine: Machine) ->
 
     It has on CPU with one thread, in bfloat16, if m, k and n are multiples of 16 and not all of them 16: none of 2500
     random shapes differed. Torch leaves a batch of products of 16 x 16 x 16 to oneDNN and a single one not (`checksize`
-    in ATen's LinearAlgebra.cpp), and 2 of 1000 draws differed. With odd dims 3 of 750 shapes differed, and in float32
-    about 1 of 60. On CUDA the libraries choose other kernels for batches.
+    in ATen's LinearAlgebra.cpp), and 1 to 3 of 1000 draws differed. With odd dims 3 of 750 shapes differed, and in
+    float32 about 1 of 60. On CUDA the libraries choose other kernels for batches.
 
     Args:
         op: the operator for one product.

@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, default_store, host_group, own_name
+from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, default_store, host_group
 from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.runtime.process_groups import own_name
 from canzona_compile.runtime.waiter import Waiter
 
 Ranks = tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from canzona_compile.compat.torch_private import group_named, own_name
+from canzona_compile.compat.torch_private import default_store, group_named
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.launch_order import backend_on, keep_launch_order
 
@@ -98,6 +99,21 @@ def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
         default.bound_device_id = bound
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def own_name(ranks: Sequence[int], what: str) -> str:
+    """A name for something that some ranks make together, the same on each of them, and new each time.
+
+    Each of them counts in the store of the default process group, which may have served an earlier one.
+
+    Args:
+        ranks: the global ranks.
+        what: what they make.
+    """
+    digest = hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()  # a thousand ranks are long
+    name = f"canzona_compile/{digest}/{what}"
+    count: int = default_store().add(f"{name}/{dist.get_rank()}", 1)
+    return f"{name}/{count - 1}"
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:

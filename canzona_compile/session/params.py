@@ -146,12 +146,22 @@ def check_in_use(named: Named) -> None:
 
 
 def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
-    """Warn, on rank 0, of parameters under DDP that each rank would update by itself for want of `replicate=`.
+    """Warn of ranks that do not know of one another, and rank 0 of parameters under DDP for which `replicate=` lacks.
 
     Args:
         owned: the step with owner ranks.
         params: the parameters of the optimizer.
     """
+    if not distributed():
+        if (world := os.environ.get("WORLD_SIZE", "")) not in ("", "1"):
+            warnings.warn(
+                EveryRankComputes(
+                    f"WORLD_SIZE is {world}, but there is no process group, so every rank trains a model of its own. "
+                    "To share the work, call torch.distributed.init_process_group() before wrap()."
+                ),
+                stacklevel=2,
+            )
+        return
     if dist.get_rank() or not any(t.layout.grid.size == 1 and t.layout.placements == "local" for t in owned.tasks):
         return
     own = {id(param) for param in params}
@@ -161,18 +171,6 @@ def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
                 "The model is wrapped in DistributedDataParallel, and every rank computes all of "
                 "the updates. To share the work, call canzona_compile.wrap(optimizer, "
                 "replicate=torch.distributed.group.WORLD), or pass the mesh or process group of DDP as replicate=."
-            ),
-            stacklevel=2,
-        )
-
-
-def notice_no_ranks() -> None:
-    """Warn if a launcher started several ranks, and none of them knows of the others."""
-    if not distributed() and (world := os.environ.get("WORLD_SIZE", "")) not in ("", "1"):
-        warnings.warn(
-            EveryRankComputes(
-                f"WORLD_SIZE is {world}, but there is no process group, so every rank trains a model of its own. "
-                "To share the work, call torch.distributed.init_process_group() before wrap()."
             ),
             stacklevel=2,
         )

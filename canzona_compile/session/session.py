@@ -31,7 +31,7 @@ from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoints import is_dummy_step, undone
 from canzona_compile.session.compared import ChangeKind, StepChange
 from canzona_compile.session.measuring import Measuring
-from canzona_compile.session.params import check_params, named_params, notice_data_parallel, notice_no_ranks
+from canzona_compile.session.params import check_params, named_params, notice_data_parallel
 from canzona_compile.session.plan import Plan, make_plan, whole
 from canzona_compile.session.portable_state import PortableState, given_back_on_error
 from canzona_compile.session.step_driver import StepDriver
@@ -336,9 +336,7 @@ class Session(PortableState):
         bound = self.bind(binders[self])
         owned_as = None if siblings is None else siblings.owned(self, bound, binders)
         plan = make_plan(bound, self.optimizer_name, self.options, self.observers, owned_as)
-        if self.number == 1:
-            notice_no_ranks()
-        if self.number == 1 and distributed() and self.options.replicate is None:
+        if self.number == 1 and self.options.replicate is None:
             notice_data_parallel(plan.owned, [param for _, _, param in self.named])
         if self.options.plan is not None and owned_as is None:
             self.options.plan.check_followed(whole(plan, self.options))

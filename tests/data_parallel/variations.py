@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from tests.data_parallel.models import MAKERS, Model, batch, different, different_state
+from tests.data_parallel.models import MAKERS, WIDTH, Model, batch, different, different_state
 from tests.harness.layouts import mesh_of
 from tests.harness.optimizers import shared_captures
 
@@ -58,6 +58,20 @@ class ReadEarly(Model):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(-1, 1).flatten()) * (1 + biases)
 
 
+class Attention(Model):
+    """`MultiheadAttention` reads the weights of its output layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of some tokens."""
+        x = self.embed(tokens % self.embed.num_embeddings)
+        x = self.blocks(x + self.attention(x, x, x)[0])
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
 class Checkpointed(nn.Module):
     """A block that forgets what it computed in forward."""
 
@@ -86,16 +100,19 @@ def compiled_head() -> ReadEarly:
     return model
 
 
+LATER = "read early, compiled under zero1"
 VARIATIONS: dict[str, Callable[[], Any]] = {
     "plain": Model,
     "tied": Tied,
     "read early": ReadEarly,
+    "attention": Attention,
     "twice": Twice,
     "frozen": Frozen,
     "checkpoint": lambda: checkpointed(False),
     "reentrant checkpoint": lambda: checkpointed(True),
     "compiled": compiled,
     "compiled head that is read early": compiled_head,
+    LATER: ReadEarly,
 }
 
 
@@ -112,6 +129,8 @@ class Pair:
         options: dict[str, Any] = {"bucket_bytes": 20_000, "gather": gather}
         with shared_captures():
             self.found: Any = canzona_compile.zero1(self.model, found, mesh=mesh, **options)
+        if variation == LATER:
+            self.forwards[1] = torch.compile(self.model, backend="aot_eager")
         self.handle = self.found[0].canzona
 
     def train(self, step: int) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Step
@@ -111,24 +109,6 @@ def look() -> None:
     device.forced = False
 
 
-HOSTS_MEET = ContextVar("whether a process group is made in which hosts meet", default=False)
-of_torch = distributed_c10d._hash_ranks_to_str
-
-
-def host_group(store: Any, ranks: Sequence[int], *_: Any) -> dist.ProcessGroup:
-    """In place of `channel.host_group`, whose name for a process group depends on nothing but its ranks."""
-    token = HOSTS_MEET.set(True)
-    try:
-        return Groups().of(tuple(ranks))
-    finally:
-        HOSTS_MEET.reset(token)
-
-
-def hash_of_ranks(ranks: list[int]) -> str:
-    """A name for a new process group. Torch's has the number of those that this rank knows, so it depends on order."""
-    return f"hosts {ranks}" if HOSTS_MEET.get() else str(of_torch(ranks))
-
-
 @contextlib.contextmanager
 def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any]]]:
     """Make ranks with devices; gives what runs a function on all of them."""
@@ -141,8 +121,7 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
         stack.enter_context(patched(program_cache, "Executor", DeviceExecutor))
         stack.enter_context(patched(step_driver, "ProgramMaker", DeviceProgramMaker))
-        stack.enter_context(patched(channel, "host_group", host_group))
-        stack.enter_context(patched(distributed_c10d, "_hash_ranks_to_str", hash_of_ranks))
+        stack.enter_context(patched(channel, "host_group", lambda store, ranks, *_: Groups().of(tuple(ranks))))
         for owner, name in (
             (state.StateStore, "release"),
             (Session, "_start"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import pickle
 import random
 import sys
@@ -167,10 +166,13 @@ def loaded(build: str | bytes) -> Build:
             function: Build = pickle.loads(build)
         return function
     module, _, attribute = build.partition(":")
-    if not there(module):
-        raise CannotVerify(f"there is no module {module!r}", at=build, hint=ELSEWHERE)
     with blamed(f"importing {module}", ELSEWHERE):
-        found: Any = importlib.import_module(module)
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:  # of this module, or of one that it imports
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise CannotVerify(f"there is no module {error.name!r}", at=build, hint=ELSEWHERE) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise CannotVerify(f"{module} has no {attribute!r}", at=getattr(found, "__file__", None))
@@ -178,16 +180,6 @@ def loaded(build: str | bytes) -> Build:
     if not callable(found):
         raise CannotVerify(f"{build} is a {type(found).__name__}, not a function", hint=RETURNS)
     return found  # type: ignore[no-any-return]
-
-
-def there(module: str) -> bool:
-    """Tell whether a module can be found. This imports the packages that hold it, whose errors are raised later."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        return error.name is None or not f"{module}.".startswith(f"{error.name}.")
-    except Exception:
-        return True
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
