@@ -86,14 +86,8 @@ class Encoder(nn.Module):
         return self.encode(self.inner(x))
 
 
-READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "encode": lambda model, x: model.encode(x),
-    "forward": lambda model, x: model.forward(x),
-}
-
-
-def read_by_method(how: str) -> str:
-    """A method of the root that is not its call, after a step."""
+def root_read(read: Callable[[Any, Tensor], Tensor]) -> tuple[str, bool]:
+    """Read the root's parameter after a step without calling the root; and what comes of it: an error, old values."""
     model: Any = Encoder()
     optimizer: Any = canzona_compile.zero1(
         model, SGD(model.parameters(), lr=0.1), mesh=dist.group.WORLD, gather="forward", bucket_bytes=64
@@ -102,7 +96,20 @@ def read_by_method(how: str) -> str:
     model(x).backward()
     optimizer.step()
     optimizer.zero_grad()
-    return said_of(lambda: READS[how](model, x).backward())
+    losses: list[Tensor] = []
+    said = said_of(lambda: (losses.append(read(model, x)), losses[0].backward()))
+    optimizer.canzona.synchronize()
+    return said, not torch.equal(losses[0], read(model, x))
+
+
+def read_by_method() -> tuple[str, bool]:
+    """Nothing says that a forward pass has begun."""
+    return root_read(lambda model, x: model.encode(x))
+
+
+def read_behind_a_call() -> tuple[str, bool]:
+    """The call of a part says that one has begun."""
+    return root_read(lambda model, x: model.forward(x))
 
 
 def read_by_one(how: str) -> tuple[str, list[str]]:

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 
 from tests.data_parallel.copied import (
-    READS,
     copied_too_early,
     copies,
+    read_behind_a_call,
     read_by_method,
     read_by_one,
     whole_after_each,
@@ -31,11 +31,16 @@ def test_a_copy_before_parameters_are_whole() -> None:
         assert "copied before its parameters were gathered" in text
 
 
-@pytest.mark.parametrize("how", list(READS))
-def test_a_method_that_reads_a_parameter_of_the_root(how: str) -> None:
-    for text in run(2, read_by_method, how, fresh=True):
+def test_a_method_that_reads_a_parameter_of_the_root() -> None:
+    found = run(2, read_by_method, fresh=True)
+    for text, _ in found:
         assert "before it was gathered" in text
         assert "model.encode(x)" in text
+    assert any(old for _, old in found)  # a rank that does not own the parameter
+
+
+def test_forward_that_reads_a_parameter_of_the_root_after_another_module() -> None:
+    assert run(2, read_behind_a_call, fresh=True) == [("", False)] * 2
 
 
 @pytest.mark.parametrize("how", ["state_dict", "eval", *also(["eval of a part"])])
