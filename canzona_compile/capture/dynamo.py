@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from canzona_compile.compat.interrupts import interrupts_later
-from canzona_compile.compat.matmul_precision import Kept, put_back, switches
+from canzona_compile.compat.matmul_precision import put_back, switches
 from canzona_compile.compat.torch_private import (
     DYNAMO_LOGGER,
     FAKE_LOGGER,
@@ -41,25 +41,24 @@ _recording = threading.local()
 def as_recorder() -> Iterator[None]:
     """Set up what Dynamo needs. Every call of a compiled step must run inside this context.
 
-    Contexts may be nested: the outermost one sets up, which takes as long as Dynamo's guards, and serves all questions
-    of a step.
+    Contexts may be nested: the outermost one sets up, and serves all questions of a step. What only traces need is set
+    up when one begins, because most questions trace nothing.
     """
     if getattr(_recording, "inside", False):
         yield
         return
-    with (
-        interrupts_later(),
-        torch.no_grad(),
-        quiet(),
-        undecomposed(),
-        without_extras(),
-        outside_modes(),
-        traceable_pow(),
-        untouched(),
-    ):
-        _recording.inside = True
+    with interrupts_later(), torch.no_grad(), outside_modes(), contextlib.ExitStack() as traces:
+
+        def begin(_args: Any) -> None:
+            if not _recording.traced:
+                _recording.traced = True
+                for set_up in (undecomposed, quiet, without_extras, untouched, traceable_pow):
+                    traces.enter_context(set_up())
+
+        _recording.inside, _recording.traced = True, False
         try:
-            yield
+            with at_start_of_traces(begin):
+                yield
         finally:
             _recording.inside = False
 
@@ -144,36 +143,29 @@ _pow = math.pow
 def traceable_pow() -> Iterator[None]:
     """Inside this context, Dynamo traces `math.pow(beta, step)` as `beta ** step`. Otherwise it bakes in the step.
 
-    `math.pow` is replaced only from the start of a trace until the context ends. A step that Dynamo has traced already
-    does not replace it. Compiled code must have no guard on the replacement, see `without_guards_on_power`.
+    A step that Dynamo has traced already runs outside of it, so compiled code must have no guard on the replacement,
+    see `without_guards_on_power`.
 
     Torch could make this unnecessary with a `torch._sym_pow`, which Dynamo would take as it takes `torch._sym_sqrt`,
     or if `torch.compiler.substitute_in_graph` did not refuse functions that Dynamo knows. A copy of the step's globals
     would not do: published optimizers call `math.pow` in helpers of other modules.
     """
-    with at_start_of_traces(put_power):
-        try:
-            yield
-        finally:
-            if math.pow is power:
-                math.pow = _pow
+    math.pow = power
+    try:
+        yield
+    finally:
+        if math.pow is power:
+            math.pow = _pow
 
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Leave the switches of precision as they were. Dynamo sets one to its value, which may be that of its parent."""
-    before: list[Kept] = []
-    with at_start_of_traces(lambda _args: None if before else before.append(switches())):
-        try:
-            yield
-        finally:
-            for kept in before:
-                put_back(kept)
-
-
-def put_power(_args: Any) -> None:
-    """Replace `math.pow`. Dynamo calls this when it begins to trace."""
-    math.pow = power
+    before = switches()
+    try:
+        yield
+    finally:
+        put_back(before)
 
 
 def power(x: Any, y: Any) -> Any:

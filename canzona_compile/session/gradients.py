@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import InvalidGradient, some
+from canzona_compile.ir.layout import local_part
 from canzona_compile.rehearsal.rehearsal import Rehearsal
 from canzona_compile.replica.twin import any_attributes
 from canzona_compile.session.params import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.plan import Plan
+
+FORM = attrgetter("shape", "dtype", "layout")
 
 
 class StepGradients:
@@ -40,7 +44,7 @@ class StepGradients:
             view.reuses = not self.habits.aliases
         self._params = {name: b.param for name, b in plan.bound.items()}
         self._dtypes = {name: b.kind.grad_dtype for name, b in plan.bound.items()}
-        self._specs: dict[str, Any] = dict.fromkeys(self._params)  # of the gradients that were checked last
+        self._checked: tuple[Any, ...] = ()  # the names of the gradients that `check` passed, their forms and specs
 
     # -- before a step -------------------------------------------------------------------------------
 
@@ -54,7 +58,11 @@ class StepGradients:
             if view.source.grad is not None:
                 check_gradient(view.source, view.name, expected)
             view.take()
-        self.found = {name: grad for name, param in self._params.items() if (grad := param.grad) is not None}
+        grads = list(map(attrgetter("grad"), self._params.values()))
+        if all(map(is_not, grads, repeat(None))):
+            self.found = dict(zip(self._params, grads, strict=True))
+        else:
+            self.found = {n: grad for n, grad in zip(self._params, grads, strict=True) if grad is not None}
 
     def check(self) -> None:
         """Raise InvalidGradient if the plan was not made for one of the gradients."""
@@ -63,23 +71,18 @@ class StepGradients:
         for name, grad in self.found.items():
             check_attributes(grad, name, self.habits.asks_layout)
             check_gradient(self._params[name], name, self._dtypes[name])
-            self._specs[name] = grad._spec if isinstance(grad, DTensor) else None
+        names = tuple(self.found)
+        forms = [(local_part(self._params[n]).shape, self._dtypes[n], torch.strided) for n in names]
+        self._checked = names, forms, specs_of(self.found.values())
 
     def _as_planned(self) -> bool:
         """Tell whether `check` has nothing to look at. This is asked on each step, so it loops in C."""
-        grads, names = self.found.values(), self.found.keys()
-        if self.habits.asks_layout or any_attributes(grads):
+        grads = self.found.values()
+        if not self._checked or self.habits.asks_layout or any_attributes(grads):
             return False
-        own = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
-        parts = [p._local_tensor if isinstance(p, DTensor) else p for p in map(self._params.__getitem__, names)]
-        forms = list(zip(map(attrgetter("shape"), parts), map(self._dtypes.__getitem__, names), strict=True))
-        layouts = set(map(attrgetter("layout"), own))
-        specs = [g._spec if isinstance(g, DTensor) else None for g in grads]  # FSDP2 gives them the same objects
-        return (
-            specs == list(map(self._specs.get, names))
-            and list(map(attrgetter("shape", "dtype"), own)) == forms
-            and layouts <= {torch.strided}
-        )
+        specs = specs_of(grads)
+        own = grads if specs is None else [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
+        return (tuple(self.found), list(map(FORM, own)), specs) == self._checked
 
     def check_presence(self, ready: Iterable[str]) -> None:
         """Raise InvalidGradient if the optimizer would notice that a gradient is missing, or a parameter frozen.
@@ -132,3 +135,10 @@ class StepGradients:
         self.found = {}
         for view in reversed(self._views):
             view.give_back()
+
+
+def specs_of(grads: Iterable[Tensor]) -> list[Any] | None:
+    """Where DTensors lie; None if there are none. FSDP2 gives gradients the same objects on each step."""
+    if not any(issubclass(kind, DTensor) for kind in set(map(type, grads))):
+        return None
+    return [grad._spec if isinstance(grad, DTensor) else None for grad in grads]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from canzona_compile.replica.twin import any_attributes, plain_attributes
 
 Entry = tuple[Callable[[Any], Any], Any, Any]  # the function that reads a container, a key in it, and the value there
 REMOVED = object()
+DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class HeldState:
@@ -43,8 +44,10 @@ class HeldState:
             name: (param, state[param], list(entries(state[param]))) for name, param in params.items() if param in state
         }
         self._params, self._owns = [p for p, _, _ in self._states.values()], [o for _, o, _ in self._states.values()]
-        self._entries = [entry for _, _, own in self._states.values() for entry in own]
+        held = [entry for _, _, own in self._states.values() for entry in own]
+        self._readers, self._keys, self._values = ([entry[i] for entry in held] for i in range(3))
         self._sizes = list(map(len, self._owns))
+        self._all = list(state), list(state.values())  # also of parameters that step elementwise
 
     def cleared(self) -> list[str]:
         """Find the tasks whose state the user cleared, as a whole.
@@ -52,9 +55,9 @@ class HeldState:
         Raises:
             CanzonaError: the user replaced or removed some of the state of a parameter, but not all.
         """
-        state, gone = self.optimizer.state, []
-        if all(map(is_, map(state.get, self._params), self._owns)) and in_place(self._entries):
+        if self._as_held():
             return []
+        state, gone = self.optimizer.state, []
         for name, (param, own, held) in self._states.items():
             now = state.get(param)
             if now is own and in_place(held):
@@ -68,6 +71,18 @@ class HeldState:
                 hint="change values in place, clear the whole state of the parameter, or call load_state_dict",
             )
         return gone
+
+    def _as_held(self) -> bool:
+        """Tell whether everything lies where it lay. This is asked on each step, so it loops in C."""
+        state, (keys, values) = self.optimizer.state, self._all
+        # The order of dicts spares the hashes of parameters, which are functions in Python.
+        as_before = len(state) == len(keys) and all(map(is_, state, keys)) and all(map(is_, state.values(), values))
+        if not as_before and not all(map(is_, map(state.get, self._params), self._owns)):
+            return False
+        try:
+            return all(map(is_, map(call, self._readers, self._keys), self._values))
+        except IndexError:
+            return False
 
     def grown(self) -> bool:
         """Tell whether the user put new entries into the state of a parameter."""
@@ -92,7 +107,7 @@ def reader(container: Any, value: Any) -> Callable[[Any], Any]:
 
 
 def in_place(held: Iterable[Entry]) -> bool:
-    """Tell whether everything lies where it lay. This is asked on each step."""
+    """Tell whether these entries lie where they lay."""
     try:
         return all(read(key) is value for read, key, value in held)
     except IndexError:
@@ -108,19 +123,21 @@ class HeldParameters:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = dict(params)
+        self._distributed = any(isinstance(p, DTensor) for p in self.params.values())
         self._memory = self._memory_now()
         self._marks = self._marks_now()
         self._used: dict[str, weakref.ref[Tensor]] = {}
 
     def replaced(self) -> bool:
-        """Tell whether memory or marks of a parameter were replaced."""
+        """Tell whether the memory, the form or the marks of a parameter were replaced."""
         return self._memory_now() != self._memory or self._marks_now() != self._marks
 
     # These two run on each step, so they loop in C and only look at parameters that have attributes.
 
     def _memory_now(self) -> list[Any]:
-        parts = [p._local_tensor if isinstance(p, DTensor) else p for p in self.params.values()]
-        return [*map(Tensor.data_ptr, parts), *map(attrgetter("dtype"), parts)]
+        params = self.params.values()
+        parts = [p._local_tensor if isinstance(p, DTensor) else p for p in params] if self._distributed else params
+        return [*map(Tensor.data_ptr, parts), *map(DTYPE, parts), *map(SHAPE, parts)]
 
     def _marks_now(self) -> dict[str, str]:
         if not any_attributes(self.params.values()):

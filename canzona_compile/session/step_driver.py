@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.eager.publish import Shadow
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
@@ -80,6 +81,7 @@ class StepDriver:
         self.capture, self.plan = capture, plan
         self.optimizer = optimizer = capture.optimizer
         self._groups = [list(group["params"]) for group in optimizer.param_groups]  # for which the plan was made
+        self._ids = [list(map(id, own)) for own in self._groups]
         self.gradients = StepGradients(capture, plan)
         self.store = StateStore(optimizer, plan, self.gradients, groups, rank, watch)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
@@ -159,6 +161,7 @@ class StepDriver:
         except Untraceable as reason:
             raise CanzonaError(f"the plan does not know the code of its first step: {reason}") from reason
 
+    @uninterrupted
     def look(self) -> StepChange | None:
         """Find out what the next step has to do.
 
@@ -194,8 +197,7 @@ class StepDriver:
 
     def _bound(self) -> bool:
         """Tell whether the optimizer still has the parameters of this plan, each in its group."""
-        now = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-        return now == [list(map(id, own)) for own in self._groups]
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] == self._ids
 
     def _participants(self) -> Participants:
         """Find the tasks that have gradients now."""
@@ -215,8 +217,9 @@ class StepDriver:
     def _consult(self, ready: Names) -> None:
         """Ask which variants these tasks take on this step; may raise Untraceable."""
         self.cohorts.consult(ready, self.gradients.found)
-        assignment = self._assignment = self.cohorts.assignment
-        common = ((name, label, tuple(n for n in names if n in self._shared)) for name, label, names in assignment)
+        self._assignment = self.cohorts.assignment
+        shared = self._shared.__contains__
+        common = ((name, label, tuple(filter(shared, names))) for name, label, names in self._assignment)
         self._shared_assignment = tuple(part for part in common if part[2])
 
     def numbers(self) -> dict[Ranks, str]:
@@ -229,12 +232,13 @@ class StepDriver:
 
     def _change(self) -> StepChange | None:
         """Describe how the next step differs from earlier ones in what other ranks share with this one."""
-        here, before = {*self._next.ready, *self._next.fresh}, {*self._agreed.ready, *self._agreed.fresh}
         if anew := [n for n in self._next.fresh if n in self._shared and n in self._stepped]:
             return StepChange(ChangeKind.PRESENCE, f"the state of {', '.join(anew)} was cleared")
-        if (here ^ before) & self._shared:
-            missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
-            return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")
+        if self._next != self._agreed:
+            here, before = ({*step.ready, *step.fresh} for step in (self._next, self._agreed))
+            if (here ^ before) & self._shared:
+                missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
+                return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")
         if self._shared_assignment in self._met:
             return None
         told = (f"{names[0]} and {len(names) - 1} more" for _, _, names in self._shared_assignment)

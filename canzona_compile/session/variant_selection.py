@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
@@ -19,7 +18,6 @@ from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
-NAME_OF_TASK = attrgetter("task.name")
 VariantAssignment = tuple[tuple[str, int, Names], ...]  # each entry: a template, the label of its numbers, its tasks
 
 
@@ -62,6 +60,14 @@ class VariantPath:
     counters: Mapping[str, Any]
 
 
+class AlikeTasks(NamedTuple):
+    """Tasks whose parameters are of one kind, in one parameter group."""
+
+    kind: ParamKind
+    param_group: int
+    tasks: Names
+
+
 class VariantSelection:
     """Asks once per cohort what the optimizer's code does on a step.
 
@@ -79,7 +85,7 @@ class VariantSelection:
         self.current: list[SameCounters] = []
         self._scalars: dict[tuple[str, int], Scalars] = {}
         self._tasks: Sequence[str] = ()
-        self._of_one_kind: list[list[BoundParam]] = []  # these tasks, by kind and parameter group
+        self._of_one_kind: list[AlikeTasks] = []  # these tasks
 
     @uninterrupted
     def consult(self, tasks: Sequence[str], present: Container[str]) -> None:
@@ -99,12 +105,12 @@ class VariantSelection:
             bounds.sort(key=lambda b: b.task.layout.grid.size == 1)
             self._tasks, self._of_one_kind = tasks, by_kind(bounds)
         with self._asking():
-            for members in self._of_one_kind:
-                for counters, own in self._alike(members).items():
-                    self._take(counters, own)
-            for members in by_kind(self._elementwise(present)):
-                for counters, own in self._alike(members).items():
-                    self._ask(own[0].kind, own[0].param_group, counters)
+            for kind, group, names in self._of_one_kind:
+                for counters, own in self._alike(kind, names).items():
+                    self._take(kind, group, counters, own)
+            for kind, group, names in by_kind(self._elementwise(present)):
+                for counters in self._alike(kind, names):
+                    self._ask(kind, group, counters)
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -114,16 +120,14 @@ class VariantSelection:
                 stack.enter_context(way.asking())
             yield
 
-    def _take(self, counters: tuple[Any, ...], members: Sequence[BoundParam]) -> None:
+    def _take(self, kind: ParamKind, group: int, counters: tuple[Any, ...], names: Sequence[str]) -> None:
         """Find the cohorts among tasks of one kind and parameter group that have equal counters."""
-        kind, group = members[0].kind, members[0].param_group
-        for path, own in self._paths(kind, group, counters, members):
+        for path, own in self._paths(kind, group, counters, names):
             label = group
             if (path.template, label) in self._scalars:
                 label = len(self.optimizer.param_groups) + len(self._scalars)
             self._scalars[path.template, label] = path.scalars
-            names = tuple(map(NAME_OF_TASK, own))
-            self.current.append(SameCounters(kind, names, path.template, label, path.scalars, path.counters))
+            self.current.append(SameCounters(kind, tuple(own), path.template, label, path.scalars, path.counters))
 
     @property
     def assignment(self) -> VariantAssignment:
@@ -142,16 +146,15 @@ class VariantSelection:
                 for leaf, value in cohort.counters.items():
                     write(state, cohort.kind.paths[leaf], value, cohort.kind.structure)
 
-    def _alike(self, members: list[BoundParam]) -> dict[tuple[Any, ...], list[BoundParam]]:
-        """Divide parameters of one kind by the counters in their state."""
-        kind = members[0].kind
+    def _alike(self, kind: ParamKind, names: Names) -> Mapping[tuple[Any, ...], Sequence[str]]:
+        """Divide tasks of one kind by the counters in their state."""
         if not kind.python_state:
-            return {(): members}
-        found: dict[tuple[Any, ...], list[BoundParam]] = {}
+            return {(): names}
+        found: dict[tuple[Any, ...], list[str]] = {}
         paths = [kind.paths[name] for name in kind.python_state]
-        for b in members:
-            state = self.optimizer.state[b.param]
-            found.setdefault(tuple(read(state, path) for path in paths), []).append(b)
+        for name in names:
+            state = self.optimizer.state[self.plan.bound[name].param]
+            found.setdefault(tuple(read(state, path) for path in paths), []).append(name)
         return found
 
     def _elementwise(self, present: Container[str]) -> list[BoundParam]:
@@ -160,20 +163,22 @@ class VariantSelection:
         return [b for b in own if self.optimizer.state.get(b.param) or not (b.kind.state or b.kind.python_state)]
 
     def _paths(
-        self, kind: ParamKind, group: int, counters: tuple[Any, ...], members: Sequence[BoundParam]
-    ) -> list[tuple[VariantPath, list[BoundParam]]]:
-        """Find the paths of parameters with equal counters: one path, unless some do periodic work earlier."""
-        own: dict[int, list[BoundParam]] = {} if self.ahead else {0: list(members)}
-        for b in members if self.ahead else ():
-            own.setdefault(self.ahead.get(b.task.name, 0), []).append(b)
+        self, kind: ParamKind, group: int, counters: tuple[Any, ...], names: Sequence[str]
+    ) -> Iterable[tuple[VariantPath, Sequence[str]]]:
+        """Find the paths of tasks with equal counters: one path, unless some do periodic work earlier."""
+        if not self.ahead:
+            return [(self._ask(kind, group, counters), names)]
+        own: dict[int, list[str]] = {}
+        for name in names:
+            own.setdefault(self.ahead.get(name, 0), []).append(name)
         others = {steps: self._ask_ahead(kind, group, counters, steps) for steps in own if steps}
         here = self._ask(kind, group, counters)  # last, so that the twin keeps the counters of the parameters
-        found: dict[str, tuple[VariantPath, list[BoundParam]]] = {}
-        for steps, bounds in own.items():
+        found: dict[str, tuple[VariantPath, list[str]]] = {}
+        for steps, alike in own.items():
             other = others.get(steps)
             path = here if other is None else counting_as(here, other, kind)
-            found.setdefault(path.template, (path, []))[1].extend(bounds)
-        return list(found.values())
+            found.setdefault(path.template, (path, []))[1].extend(alike)
+        return found.values()
 
     def _ask(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> VariantPath:
         """Ask what the code does with these counters, or with counters that are `ahead` by some steps."""
@@ -206,13 +211,13 @@ class VariantSelection:
         return None
 
 
-def by_kind(bounds: Iterable[BoundParam]) -> list[list[BoundParam]]:
-    """Divide captured parameters by their kind and their parameter group."""
+def by_kind(bounds: Iterable[BoundParam]) -> list[AlikeTasks]:
+    """Divide the tasks of captured parameters by kind and parameter group."""
     found: dict[tuple[int, int], list[BoundParam]] = {}
     for b in bounds:
         if b.kind.recorder is not None:
             found.setdefault((id(b.kind), b.param_group), []).append(b)
-    return list(found.values())
+    return [AlikeTasks(own[0].kind, own[0].param_group, tuple(b.task.name for b in own)) for own in found.values()]
 
 
 def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> VariantPath:
