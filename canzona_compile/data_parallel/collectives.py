@@ -25,8 +25,8 @@ from canzona_compile.runtime.process_groups import over_gloo
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Buckets that are reduced, or gathered, at once; each has its own memory. More do not help: simulated iterations
-# of Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or the processors are the bottleneck.
+# Buckets that may be in memory to be reduced, or gathered, at once. More do not help: simulated iterations of
+# Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or the processors are the bottleneck.
 IN_FLIGHT = 2
 
 
@@ -49,7 +49,7 @@ class DataParallelGroup:
     replicas: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     """A collective under way, or several of one bucket.
 
@@ -58,22 +58,33 @@ class Pending:
         result: what is there once it is done and `complete` was called: a shard if it reduces, the whole bucket if it
             gathers.
         works: what to wait for; empty if it is done.
-        kept: memory of a bucket that it needs until then; the next bucket gets it, so `result` must not lie in it.
-        parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums.
+        sent: the bucket that is reduced, whose memory the next one gets; None if it gathers.
+        parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums. The sum, which
+            is `result`, takes the place of what was sent, so that there is no third tensor while the parts are there.
     """
 
     bucket: Bucket
     result: Tensor
     works: tuple[dist.Work, ...] = ()
-    kept: tuple[Tensor, ...] = ()
+    sent: Tensor | None = None
     parts: Tensor | None = None
 
+    @property
+    def buckets(self) -> int:
+        """How many buckets its memory is worth."""
+        return 1 if self.parts is None else 2
+
+    def storages(self) -> set[torch.UntypedStorage]:
+        """The memory that it holds."""
+        return {t.untyped_storage() for t in (self.result, self.sent, self.parts) if t is not None}
+
     def complete(self) -> Tensor:
-        """Do what is left once all works are done, and return the result."""
+        """Do what is left once all works are done, and return the result. The parts are freed."""
         if self.parts is not None:
             torch.add(self.parts[0], self.parts[1], out=self.result)
             for part in self.parts[2:]:  # one after the other, so that the sum has the bits of this order everywhere
                 self.result.add_(part)
+            self.parts = None
         return self.result
 
 
@@ -124,20 +135,21 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
         bucket: the bucket.
         filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
     """
-    shard = filled.new_empty(bucket.shard_lengths[group.rank])
+    length = bucket.shard_lengths[group.rank]
     if group.shard is None or group.size == 1 or not len(filled):
-        return Pending(bucket, shard.copy_(filled), kept=(filled,))
+        return Pending(bucket, filled, sent=filled)
     gloo = over_gloo(filled.device, group.shard)
     if gloo:
-        parts = filled.new_empty(group.size, len(shard))
-        own, sent = [len(shard)] * group.size, list(bucket.shard_lengths)
+        parts = filled.new_empty(group.size, length)
+        own, sent = [length] * group.size, list(bucket.shard_lengths)
         work = dist.all_to_all_single(parts.view(-1), filled, own, sent, group=group.shard, async_op=True)
-        return Pending(bucket, shard, under_way(gloo, work), (filled,), parts)
+        return Pending(bucket, filled[:length], under_way(gloo, work), filled, parts)
+    shard = filled.new_empty(length)
     if bucket.uniform:
         work = REDUCE_SCATTER(shard, filled, group=group.shard, async_op=True)
     else:
         work = dist.reduce_scatter(shard, shards_of(bucket, filled), group=group.shard, async_op=True)
-    return Pending(bucket, shard, under_way(gloo, work), (filled,))
+    return Pending(bucket, shard, under_way(gloo, work), filled)
 
 
 def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor) -> Pending:

@@ -254,7 +254,7 @@ class Reduction:
         """Copy the gradients of a bucket together, free those that no later one needs, and start to reduce it."""
         if self._announced is not None:
             self._announced.result()
-        while len(self._pending) >= IN_FLIGHT:
+        while sum(pending.buckets for pending in self._pending) >= IN_FLIGHT:
             self._take(self._pending.popleft())
         filled = self._filled(bucket)
         for name in self.filling.names[bucket.index]:
@@ -292,15 +292,17 @@ class Reduction:
             for work in pending.works:
                 self.waiter.wait(work)
             shard = pending.complete()
-            self.memory.give_back(*pending.kept)
             all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
-        self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype)
+        assert pending.sent is not None
+        in_sent = shard.untyped_storage() is pending.sent.untyped_storage()
+        self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype, copy=in_sent)
+        self.memory.give_back(pending.sent)
 
     def held_bytes(self) -> int:
         """Bytes of buckets under way and of shards that have arrived, during backward, and of memory for buckets."""
-        pending = [t for p in self._pending for t in (p.result, p.parts, *p.kept) if t is not None]
-        held = sum(t.untyped_storage().nbytes() for t in (*pending, *self._shards.values()))
-        return held + self.memory.free_bytes
+        arrived = {shard.untyped_storage() for shard in self._shards.values()}
+        held = arrived.union(*(pending.storages() for pending in self._pending))
+        return sum(storage.nbytes() for storage in held) + self.memory.free_bytes
 
     # -- at the end of backward ----------------------------------------------------------------------
 
