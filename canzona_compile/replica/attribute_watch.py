@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Container
+from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,6 +20,8 @@ from canzona_compile.replica.twin import any_attributes, other_attributes
 MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
 )
+CONSTANTS = {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device}
+A_DICT = ("a dict",)  # stands for one, and is no value of anybody else
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
 OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
@@ -35,6 +39,7 @@ class AttributeWatch:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._last: Contents | None = None
+        self._constants: list[Any] | None = None  # all that it held at the last look, if it was nothing but constants
         self._changes: collections.Counter[str] = collections.Counter()  # by name, those that twins do not follow
         self._deep: list[str] = []  # the places inside of attributes that changed
 
@@ -55,6 +60,8 @@ class AttributeWatch:
             again, because something changed that has not changed often. Numbers in attributes of the optimizer reach
             twins, so they do not count. Those inside of attributes of parameters do not reach them.
         """
+        if self._as_before(counters):
+            return False, False
         now, before = self._look(counters), self._last or {}
         places = [] if self._last is None else changed(before, now)
         places = [place for place in places if name_of(place) not in counters and not grown_by_torch(place, before)]
@@ -85,6 +92,18 @@ class AttributeWatch:
                 hint="change only hyperparameters, and attributes that are numbers or strings",
             )
 
+    def _as_before(self, counters: Container[str]) -> bool:
+        """Tell whether everything is the very object that the last look saw, where that says enough.
+
+        This is asked on each step. It spares most optimizers a look, which takes longer.
+        """
+        before, now = self._constants, flat(self.optimizer, counters)
+        constants = before is not None and len(now) == len(before) and all(map(is_, now, before))
+        return constants and not any_attributes(self._params())
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def _look(self, counters: Container[str]) -> Contents:
         own = self.optimizer
         walk = Snapshot(lambda v: "the optimizer" if v is own else by_identity(v), bits=False, most=MOST_WATCHED)
@@ -92,7 +111,8 @@ class AttributeWatch:
             if name not in counters:
                 walk.add(name, value)
         found = walk.found
-        params = [p for group in own.param_groups for p in group["params"]]
+        held, params = flat(own, counters), self._params()
+        self._constants = held if all(map(is_constant, held)) else None
         for i, param in enumerate(params if any_attributes(params) else ()):
             if odd := other_attributes(param):
                 walk = Snapshot(by_form, bits=False, most=MOST_OF_PARAMETER)
@@ -100,6 +120,20 @@ class AttributeWatch:
                     walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
                 found |= walk.found
         return found
+
+
+def flat(optimizer: Optimizer, counters: Container[str]) -> list[Any]:
+    """The attributes of an optimizer but its counters, in one list: names and values, of dicts what is in them."""
+    found: list[Any] = []
+    for name, value in own_attributes(optimizer).items():
+        if name not in counters:
+            found += (name, A_DICT, len(value), *value, *value.values()) if type(value) is dict else (name, value)
+    return found
+
+
+def is_constant(value: Any) -> bool:
+    """Tell whether a value can never change, so that its identity says it all."""
+    return type(value) in CONSTANTS or (type(value) is tuple and all(map(is_constant, value)))
 
 
 def grown_by_torch(place: str, before: Contents) -> bool:

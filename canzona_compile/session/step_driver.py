@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import chain
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -81,7 +83,6 @@ class StepDriver:
         self.capture, self.plan = capture, plan
         self.optimizer = optimizer = capture.optimizer
         self._groups = [list(group["params"]) for group in optimizer.param_groups]  # for which the plan was made
-        self._ids = [list(map(id, own)) for own in self._groups]
         self.gradients = StepGradients(capture, plan)
         self.store = StateStore(optimizer, plan, self.gradients, groups, rank, watch)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
@@ -197,7 +198,8 @@ class StepDriver:
 
     def _bound(self) -> bool:
         """Tell whether the optimizer still has the parameters of this plan, each in its group."""
-        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] == self._ids
+        now, own = [group["params"] for group in self.optimizer.param_groups], self._groups
+        return list(map(len, now)) == list(map(len, own)) and all(map(is_, chain(*now), chain(*own)))
 
     def _participants(self) -> Participants:
         """Find the tasks that have gradients now."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import canzona_compile
 from canzona_compile.rehearsal import ways
 from canzona_compile.rehearsal.rehearsal import Rehearsal, rehearse
-from canzona_compile.replica.attribute_watch import MOST_REHEARSALS
+from canzona_compile.replica.attribute_watch import MOST_REHEARSALS, AttributeWatch
 from tests.harness.pairs import feed, muon, parameters
 
 
@@ -48,3 +51,33 @@ def test_another_word_does(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loaded_state_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch adds entries to the defaults then."""
     assert rehearsals(lambda o, step: step == 5 and o.load_state_dict(o.state_dict()), monkeypatch) == 1
+
+
+ATOMS = st.sampled_from([0, 1, True, 1.0, -0.0, None, "a", float("nan"), torch.float32, 10**20])
+VALUES = st.one_of(ATOMS, st.lists(ATOMS, max_size=2), st.tuples(ATOMS), st.dictionaries(st.sampled_from("ab"), ATOMS))
+
+
+class AlwaysLooks(AttributeWatch):
+    """What the other one has to find."""
+
+    def _as_before(self, counters: Any) -> bool:
+        return False
+
+
+@given(st.lists(st.tuples(st.sampled_from(["first", "last"]), st.sampled_from(["", "a", "b"]), VALUES), max_size=8))
+def test_identities_tell_of_every_change(edits: list[tuple[str, str, Any]]) -> None:
+    """Attributes, and entries of those that are dicts, get other values, also equal ones of another type."""
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.first, optimizer.last = {}, {}
+    watches = [AttributeWatch(optimizer), AlwaysLooks(optimizer)]
+    for watch in watches:
+        watch.begin(())
+    for name, key, value in edits:
+        value = copy.deepcopy(value)
+        if isinstance(own := getattr(optimizer, name), dict) and key:
+            own[key] = value
+        else:
+            setattr(optimizer, name, value)
+        found, expected = (watch.changes(()) for watch in watches)
+        assert found == expected
+        assert [watch.changes(()) for watch in watches] == [(False, False)] * 2

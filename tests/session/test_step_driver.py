@@ -68,6 +68,15 @@ def test_other_parameters_need_another_plan() -> None:
     assert driver.look() == StepChange(ChangeKind.REPLAN, "re-plan: the parameters changed")
 
 
+def test_the_same_memory_in_another_form_needs_another_plan() -> None:
+    pair, driver = stepped()
+    param = params_of(pair.wrapped)[0]
+    param.grad = None
+    param.data = param.data.view(-1)
+    told = "re-plan: the memory or the attributes of parameters were replaced"
+    assert driver.look() == StepChange(ChangeKind.REPLAN, told)
+
+
 def test_other_gradients_are_refused() -> None:
     pair, driver = stepped()
     param = params_of(pair.wrapped)[0]
