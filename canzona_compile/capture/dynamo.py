@@ -41,18 +41,18 @@ _recording = threading.local()
 def as_recorder() -> Iterator[None]:
     """Set up what Dynamo needs. Every call of a compiled step must run inside this context.
 
-    Contexts may be nested: the outermost one sets up, and serves all questions of a step. What only traces need is set
-    up when one begins, because most questions trace nothing.
+    Contexts may be nested: the outermost one sets up, and serves all questions of a step. What bits do not depend on is
+    set up when a trace begins, because most questions trace nothing.
     """
     if getattr(_recording, "inside", False):
         yield
         return
-    with interrupts_later(), torch.no_grad(), outside_modes(), contextlib.ExitStack() as traces:
+    with interrupts_later(), torch.no_grad(), undecomposed(), outside_modes(), contextlib.ExitStack() as traces:
 
         def begin(_args: Any) -> None:
-            if not _recording.traced:
+            if getattr(_recording, "inside", False) and not _recording.traced:  # in this thread, for the first time
                 _recording.traced = True
-                for set_up in (undecomposed, quiet, without_extras, untouched, traceable_pow):
+                for set_up in (quiet, without_extras, untouched, traceable_pow):
                     traces.enter_context(set_up())
 
         _recording.inside, _recording.traced = True, False
