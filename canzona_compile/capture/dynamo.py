@@ -42,25 +42,27 @@ def as_recorder() -> Iterator[None]:
     """Set up what Dynamo needs. Every call of a compiled step must run inside this context.
 
     Contexts may be nested: the outermost one sets up, and serves all questions of a step. What bits do not depend on is
-    set up when a trace begins, because most questions trace nothing.
+    set up when a trace begins, because most questions trace nothing. Until then users hear of warnings of their code.
     """
     if getattr(_recording, "inside", False):
         yield
         return
     with interrupts_later(), torch.no_grad(), undecomposed(), outside_modes(), contextlib.ExitStack() as traces:
-
-        def begin(_args: Any) -> None:
-            if getattr(_recording, "inside", False) and not _recording.traced:  # in this thread, for the first time
-                _recording.traced = True
-                for set_up in (quiet, without_extras, untouched, traceable_pow):
-                    traces.enter_context(set_up())
-
-        _recording.inside, _recording.traced = True, False
+        _recording.inside, _recording.traces = True, traces
         try:
-            with at_start_of_traces(begin):
+            with at_start_of_traces(set_up_trace):
                 yield
         finally:
-            _recording.inside = False
+            _recording.inside, _recording.traces = False, None
+
+
+def set_up_trace(_args: Any) -> None:
+    """Set up what traces need, for the first trace of a context of this thread. Dynamo calls this for each trace."""
+    traces: contextlib.ExitStack | None = getattr(_recording, "traces", None)
+    if traces is not None:
+        _recording.traces = None
+        for set_up in (quiet, without_extras, untouched, traceable_pow):
+            traces.enter_context(set_up())
 
 
 def compiled(step: StepFunction, backend: Callable[..., Any], unbroken: bool = False) -> StepFunction:

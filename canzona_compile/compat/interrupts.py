@@ -57,12 +57,8 @@ def interrupts_later() -> Iterator[None]:
 
     A handler that ignores the signal, or that is not Python's, stays.
     """
-    inside = _interrupts.handler is not None  # `getsignal` takes microseconds, and steps enter several contexts
-    if inside or threading.current_thread() is not threading.main_thread():
-        yield
-        return
     given = signal.getsignal(signal.SIGINT)
-    if not callable(given):
+    if threading.current_thread() is not threading.main_thread() or not callable(given) or given is _note:
         yield
         return
     _interrupts.handler = given

@@ -25,8 +25,9 @@ from canzona_compile.runtime.process_groups import over_gloo
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Buckets that may be in memory to be reduced, or gathered, at once. More do not help: simulated iterations of
-# Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or the processors are the bottleneck.
+# Buckets that are reduced, or gathered, at once; one that gloo reduces counts as two, because it needs that memory.
+# More do not help: simulated iterations of Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or
+# the processors are the bottleneck.
 IN_FLIGHT = 2
 
 
@@ -56,11 +57,11 @@ class Pending:
     Attributes:
         bucket: its bucket.
         result: what is there once it is done and `complete` was called: a shard if it reduces, the whole bucket if it
-            gathers.
+            gathers. A shard may lie in the memory of `sent`, and is copied before that goes to the next bucket.
         works: what to wait for; empty if it is done.
-        sent: the bucket that is reduced, whose memory the next one gets; None if it gathers.
-        parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums. The sum, which
-            is `result`, takes the place of what was sent, so that there is no third tensor while the parts are there.
+        sent: memory of a bucket that it needs until then; the next bucket gets it. None if there is none to give.
+        parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums. As they are as
+            large as the bucket, their sum takes the place of what was sent.
     """
 
     bucket: Bucket
@@ -73,6 +74,12 @@ class Pending:
     def buckets(self) -> int:
         """How many buckets its memory is worth."""
         return 1 if self.parts is None else 2
+
+    @property
+    def lies_in_sent(self) -> bool:
+        """Whether the result lies in the memory of what was sent."""
+        sent = self.sent
+        return sent is not None and self.result.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
 
     def storages(self) -> set[torch.UntypedStorage]:
         """The memory that it holds."""

@@ -293,10 +293,9 @@ class Reduction:
                 self.waiter.wait(work)
             shard = pending.complete()
             all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
-        assert pending.sent is not None
-        in_sent = shard.untyped_storage() is pending.sent.untyped_storage()
-        self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype, copy=in_sent)
-        self.memory.give_back(pending.sent)
+        self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype, copy=pending.lies_in_sent)
+        if pending.sent is not None:
+            self.memory.give_back(pending.sent)
 
     def held_bytes(self) -> int:
         """Bytes of buckets under way and of shards that have arrived, during backward, and of memory for buckets."""

@@ -21,7 +21,7 @@ MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
 )
 CONSTANTS = {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device}
-A_DICT = ("a dict",)  # stands for one, and is no value of anybody else
+A_DICT = ("a dict",)  # says that the entries of one follow; an object of its own, because it is known by identity
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
 OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
@@ -39,7 +39,7 @@ class AttributeWatch:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._last: Contents | None = None
-        self._constants: list[Any] | None = None  # all that it held at the last look, if it was nothing but constants
+        self._constants: list[Any] | None = None  # what the last look saw, if that was nothing but constants
         self._changes: collections.Counter[str] = collections.Counter()  # by name, those that twins do not follow
         self._deep: list[str] = []  # the places inside of attributes that changed
 
@@ -112,8 +112,9 @@ class AttributeWatch:
                 walk.add(name, value)
         found = walk.found
         held, params = flat(own, counters), self._params()
-        self._constants = held if all(map(is_constant, held)) else None
-        for i, param in enumerate(params if any_attributes(params) else ()):
+        marked = any_attributes(params)
+        self._constants = held if not marked and all(map(is_constant, held)) else None
+        for i, param in enumerate(params if marked else ()):
             if odd := other_attributes(param):
                 walk = Snapshot(by_form, bits=False, most=MOST_OF_PARAMETER)
                 for name, value in odd.items():

@@ -44,7 +44,9 @@ class StepGradients:
             view.reuses = not self.habits.aliases
         self._params = {name: b.param for name, b in plan.bound.items()}
         self._dtypes = {name: b.kind.grad_dtype for name, b in plan.bound.items()}
-        self._checked: tuple[Any, ...] = ()  # the names of the gradients that `check` passed, their forms and specs
+        self._forms = {n: (local_part(p).shape, self._dtypes[n], torch.strided) for n, p in self._params.items()}
+        # Where the gradients that were checked last lie; nowhere yet for those of DTensors.
+        self._specs: dict[str, Any] = {n: object() if isinstance(p, DTensor) else None for n, p in self._params.items()}
 
     # -- before a step -------------------------------------------------------------------------------
 
@@ -71,18 +73,23 @@ class StepGradients:
         for name, grad in self.found.items():
             check_attributes(grad, name, self.habits.asks_layout)
             check_gradient(self._params[name], name, self._dtypes[name])
-        names = tuple(self.found)
-        forms = [(local_part(self._params[n]).shape, self._dtypes[n], torch.strided) for n in names]
-        self._checked = names, forms, specs_of(self.found.values())
+            self._specs[name] = spec_of(grad)
 
     def _as_planned(self) -> bool:
         """Tell whether `check` has nothing to look at. This is asked on each step, so it loops in C."""
         grads = self.found.values()
-        if not self._checked or self.habits.asks_layout or any_attributes(grads):
+        if self.habits.asks_layout or any_attributes(grads):
             return False
-        specs = specs_of(grads)
-        own = grads if specs is None else [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
-        return (tuple(self.found), list(map(FORM, own)), specs) == self._checked
+        own: Iterable[Tensor] = grads
+        specs = [None] * len(grads)
+        if any(
+            issubclass(kind, DTensor) for kind in set(map(type, grads))
+        ):  # FSDP2 gives them the same specs each time
+            own, specs = map(local_part, grads), list(map(spec_of, grads))
+        return (
+            list(map(FORM, own)) == list(map(self._forms.__getitem__, self.found))
+            and list(map(self._specs.__getitem__, self.found)) == specs
+        )
 
     def check_presence(self, ready: Iterable[str]) -> None:
         """Raise InvalidGradient if the optimizer would notice that a gradient is missing, or a parameter frozen.
@@ -137,8 +144,6 @@ class StepGradients:
             view.give_back()
 
 
-def specs_of(grads: Iterable[Tensor]) -> list[Any] | None:
-    """Where DTensors lie; None if there are none. FSDP2 gives gradients the same objects on each step."""
-    if not any(issubclass(kind, DTensor) for kind in set(map(type, grads))):
-        return None
-    return [grad._spec if isinstance(grad, DTensor) else None for grad in grads]
+def spec_of(grad: Tensor) -> Any:
+    """Where a gradient lies; None if it is no DTensor."""
+    return grad._spec if isinstance(grad, DTensor) else None

@@ -47,7 +47,7 @@ class HeldState:
         held = [entry for _, _, own in self._states.values() for entry in own]
         self._readers, self._keys, self._values = ([entry[i] for entry in held] for i in range(3))
         self._sizes = list(map(len, self._owns))
-        self._all = list(state), list(state.values())  # also of parameters that step elementwise
+        self._ids = ids_in(state)
 
     def cleared(self) -> list[str]:
         """Find the tasks whose state the user cleared, as a whole.
@@ -74,11 +74,12 @@ class HeldState:
 
     def _as_held(self) -> bool:
         """Tell whether everything lies where it lay. This is asked on each step, so it loops in C."""
-        state, (keys, values) = self.optimizer.state, self._all
-        # The order of dicts spares the hashes of parameters, which are functions in Python.
-        as_before = len(state) == len(keys) and all(map(is_, state, keys)) and all(map(is_, state.values(), values))
-        if not as_before and not all(map(is_, map(state.get, self._params), self._owns)):
-            return False
+        # Identities in the order of the dict spare the hashes of parameters, which are functions in Python. Those of
+        # other entries than these may be those of new objects; they say nothing.
+        if (ids := ids_in(self.optimizer.state)) != self._ids:
+            if not all(map(is_, map(self.optimizer.state.get, self._params), self._owns)):
+                return False
+            self._ids = ids
         try:
             return all(map(is_, map(call, self._readers, self._keys), self._values))
         except IndexError:
@@ -87,6 +88,11 @@ class HeldState:
     def grown(self) -> bool:
         """Tell whether the user put new entries into the state of a parameter."""
         return list(map(len, self._owns)) != self._sizes
+
+
+def ids_in(state: Mapping[Any, Any]) -> list[int]:
+    """The identities of all keys and values."""
+    return [*map(id, state), *map(id, state.values())]
 
 
 def entries(state: Any) -> Iterator[Entry]:

@@ -64,20 +64,24 @@ class AlwaysLooks(AttributeWatch):
         return False
 
 
-@given(st.lists(st.tuples(st.sampled_from(["first", "last"]), st.sampled_from(["", "a", "b"]), VALUES), max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(["first", "last", "param"]), st.sampled_from(["", "a"]), VALUES), max_size=8))
 def test_identities_tell_of_every_change(edits: list[tuple[str, str, Any]]) -> None:
-    """Attributes, and entries of those that are dicts, get other values, also equal ones of another type."""
-    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    """Attributes of the optimizer or of its parameter, and what is in those that are dicts, get other values, also
+    equal ones of another type, or go."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer: Any = torch.optim.SGD([param], lr=0.1)
     optimizer.first, optimizer.last = {}, {}
     watches = [AttributeWatch(optimizer), AlwaysLooks(optimizer)]
     for watch in watches:
         watch.begin(())
     for name, key, value in edits:
-        value = copy.deepcopy(value)
-        if isinstance(own := getattr(optimizer, name), dict) and key:
+        value, owner = copy.deepcopy(value), param if name == "param" else optimizer
+        if isinstance(own := getattr(owner, name, None), dict) and key:
             own[key] = value
+        elif hasattr(owner, name) and value is None:
+            delattr(owner, name)
         else:
-            setattr(optimizer, name, value)
+            setattr(owner, name, value)
         found, expected = (watch.changes(()) for watch in watches)
         assert found == expected
         assert [watch.changes(()) for watch in watches] == [(False, False)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from canzona_compile.errors import InvalidGradient
 from canzona_compile.session.compared import ChangeKind, StepChange
+from canzona_compile.session.held import HeldState
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness import toy_optimizers as toys
 from tests.harness.pairs import Pair, feed, params_of
@@ -75,6 +77,22 @@ def test_the_same_memory_in_another_form_needs_another_plan() -> None:
     param.data = param.data.view(-1)
     told = "re-plan: the memory or the attributes of parameters were replaced"
     assert driver.look() == StepChange(ChangeKind.REPLAN, told)
+
+
+def test_state_that_users_remove_is_freed() -> None:
+    """Of a parameter that steps elementwise, whose state no plan needs."""
+    vector = torch.nn.Parameter(torch.ones(4))
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(4, 4)), vector], lr=0.1, momentum=0.9)
+    held = HeldState(optimizer)
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param] = {"momentum_buffer": torch.ones_like(param)}
+    matrix = optimizer.param_groups[0]["params"][0]
+    held.hold({"matrix": matrix})
+    buffer = weakref.ref(optimizer.state.pop(vector)["momentum_buffer"])
+    assert buffer() is None
+    assert held.cleared() == held.cleared() == []
+    optimizer.state[matrix] = {}
+    assert held.cleared() == ["matrix"]
 
 
 def test_other_gradients_are_refused() -> None:
