@@ -1,4 +1,4 @@
-"""The host's work in a steady step, per matrix, and the first step: this checkout beside another one, in turn.
+"""Measure the host's CPU time of steady steps or of the first step: this checkout beside another one, in turn.
 
     git worktree add ../before v0.1.0
     python benchmarks/host_time.py --against ../before
@@ -9,8 +9,8 @@ Qwen3-32B's layers with every dim divided by 160, so that next to nothing is com
 left. The processes take turns, one round of steps each; only one runs at a time. The figures are medians of CPU
 seconds over the rounds, and the ratio is the median of the rounds' ratios.
 
-With `--first-step` each round has new processes, and the figure is the CPU time from `import canzona_compile` to the
-end of the first step. What torch imports by itself for the optimizer comes before that.
+With `--first-step` each round starts new processes. The figure is the CPU time from `import canzona_compile` to the
+end of the first step. Torch is imported and the plain optimizer is built before that.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ STEPS = 20  # of a round
 
 
 def main() -> int:
-    """Measure both checkouts and print a line each, in microseconds per matrix, and their ratio."""
+    """Measure both checkouts, and print a line for each and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout of this repository")
     parser.add_argument("--rounds", type=int, default=15, help="of each checkout (default: %(default)s)")
-    parser.add_argument("--first-step", action="store_true", help="measure that, and the import of the package")
+    parser.add_argument("--first-step", action="store_true", help="from the import of the package to its end")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         return serve()
     checkouts = [OURS, *([given.against.resolve()] if given.against else [])]
-    rounds = [[first_step(own) for own in checkouts] for _ in range(given.rounds)] if given.first_step else []
-    if not given.first_step:
+    if given.first_step:
+        unit, what = 1e3, "ms until the first step is done"
+        rounds = [[first_step(checkout) for checkout in checkouts] for _ in range(given.rounds)]
+    else:
+        unit, what = 1e6, "us per matrix and step"
         children = [started(checkout)[0] for checkout in checkouts]
         rounds = [[one_round(child) for child in children] for _ in range(given.rounds)]
         for child in children:
             end(child)
-    what = "ms until the first step is done" if given.first_step else "us per matrix and step"
     for checkout, figures in zip(checkouts, zip(*rounds, strict=True), strict=True):
-        print(f"{statistics.median(figures) * (1e3 if given.first_step else 1e6):8.1f} {what}  {checkout.name}")
+        print(f"{statistics.median(figures) * unit:8.1f} {what}  {checkout.name}")
     if given.against:
         print(f"{statistics.median(ours / other for ours, other in rounds):8.3f} times {given.against}")
     return 0
 
 
 def started(checkout: Path) -> tuple[subprocess.Popen[str], float]:
-    """A process that has warmed up the canzona_compile of a checkout, and its CPU seconds until the first step."""
+    """Start and warm up the process of a checkout. Return it, and its CPU seconds until the first step was done."""
     if not (checkout / "canzona_compile").is_dir():
         sys.exit(f"{checkout} is no checkout: it has no folder canzona_compile")
     child = subprocess.Popen(
@@ -80,7 +82,7 @@ def first_step(checkout: Path) -> float:
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """Let a process end."""
+    """Close the input of a process, which ends it, and wait for it."""
     stream(child.stdin).close()
     child.wait()
 

@@ -41,8 +41,9 @@ _recording = threading.local()
 def as_recorder() -> Iterator[None]:
     """Set up what Dynamo needs. Every call of a compiled step must run inside this context.
 
-    Contexts may be nested: the outermost one sets up, and serves all questions of a step. What bits do not depend on is
-    set up when a trace begins, because most questions trace nothing. Until then users hear of warnings of their code.
+    Contexts may be nested: the outermost one sets up, and serves all questions of a step. `set_up_trace` sets up what
+    matters only while Dynamo traces, because most questions trace nothing. So warnings of the optimizer's code are
+    shown until the first trace begins.
     """
     if getattr(_recording, "inside", False):
         yield
@@ -57,7 +58,10 @@ def as_recorder() -> Iterator[None]:
 
 
 def set_up_trace(_args: Any) -> None:
-    """Set up what traces need, for the first trace of a context of this thread. Dynamo calls this for each trace."""
+    """Set up what only traces need, until the outermost `as_recorder` of this thread ends.
+
+    Dynamo calls this for every trace of every thread. Only the first one inside a context of its own thread sets up.
+    """
     traces: contextlib.ExitStack | None = getattr(_recording, "traces", None)
     if traces is not None:
         _recording.traces = None

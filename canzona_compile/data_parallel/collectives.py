@@ -25,9 +25,9 @@ from canzona_compile.runtime.process_groups import over_gloo
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Buckets that are reduced, or gathered, at once; one that gloo reduces counts as two, because it needs that memory.
-# More do not help: simulated iterations of Qwen3-1.7B on dp=64 take as long with 4, 8 and 16, whether the network or
-# the processors are the bottleneck.
+# Buckets that are reduced, or gathered, at once. A bucket that gloo reduces counts as two, because an all-to-all
+# receives as many bytes as it sends. More do not help: simulated iterations of Qwen3-1.7B on dp=64 take as long with 4,
+# 8 and 16, whether the network or the processors are the bottleneck.
 IN_FLIGHT = 2
 
 
@@ -56,12 +56,13 @@ class Pending:
 
     Attributes:
         bucket: its bucket.
-        result: what is there once it is done and `complete` was called: a shard if it reduces, the whole bucket if it
-            gathers. A shard may lie in the memory of `sent`, and is copied before that goes to the next bucket.
+        result: after `complete`, this rank's shard if the collective reduces, the whole bucket if it gathers. A shard
+            may be a part of `sent`.
         works: what to wait for; empty if it is done.
-        sent: memory of a bucket that it needs until then; the next bucket gets it. None if there is none to give.
-        parts: what every rank has for this rank's shard, [ranks, length]; None if the collective sums. As they are as
-            large as the bucket, their sum takes the place of what was sent.
+        sent: the bucket that the collective reads. Its memory goes to a later bucket afterwards. None if it has none to
+            give.
+        parts: over gloo, what every rank sent of this rank's shard, [ranks, length]; None if the collective itself
+            sums. `complete` writes their sum over `sent`, which is not needed any more, and frees them.
     """
 
     bucket: Bucket
@@ -71,22 +72,22 @@ class Pending:
     parts: Tensor | None = None
 
     @property
-    def buckets(self) -> int:
-        """How many buckets its memory is worth."""
+    def memory_in_buckets(self) -> int:
+        """How many buckets fit into its memory."""
         return 1 if self.parts is None else 2
 
     @property
-    def lies_in_sent(self) -> bool:
-        """Whether the result lies in the memory of what was sent."""
-        sent = self.sent
-        return sent is not None and self.result.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        return [tensor for tensor in (self.result, self.sent, self.parts) if tensor is not None]
 
-    def storages(self) -> set[torch.UntypedStorage]:
-        """The memory that it holds."""
-        return {t.untyped_storage() for t in (self.result, self.sent, self.parts) if t is not None}
+    @property
+    def result_is_in_sent(self) -> bool:
+        """Whether the result is a part of `sent`, so that it must be copied before `sent` is given back."""
+        return self.sent is not None and address_of(self.result) == address_of(self.sent)
 
     def complete(self) -> Tensor:
-        """Do what is left once all works are done, and return the result. The parts are freed."""
+        """Finish after all works are done: sum the parts and free them. Return the result."""
         if self.parts is not None:
             torch.add(self.parts[0], self.parts[1], out=self.result)
             for part in self.parts[2:]:  # one after the other, so that the sum has the bits of this order everywhere
@@ -127,11 +128,21 @@ class BucketMemory:
         storage = free.pop() if free else torch.UntypedStorage(size, device="cpu")
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (length,), (1,))
 
-    def give_back(self, *memory: Tensor) -> None:
-        """Let later buckets have memory that came from here, and whose values nobody needs."""
-        for own in memory:
-            if own.device.type == "cpu" and len(own):
-                self._free[own.untyped_storage().nbytes()].append(own.untyped_storage())
+    def give_back(self, memory: Tensor) -> None:
+        """Let later buckets have memory that `take` returned and whose values nobody needs."""
+        if memory.device.type == "cpu" and len(memory):
+            storage = memory.untyped_storage()
+            self._free[storage.nbytes()].append(storage)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def bytes_held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory of tensors, of which some may share theirs."""
+    return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:

@@ -24,6 +24,7 @@ from canzona_compile.data_parallel.collectives import (
     DataParallelGroup,
     Pending,
     all_reduce,
+    bytes_held,
     clear_all,
     copy_all,
     largest,
@@ -254,7 +255,7 @@ class Reduction:
         """Copy the gradients of a bucket together, free those that no later one needs, and start to reduce it."""
         if self._announced is not None:
             self._announced.result()
-        while sum(pending.buckets for pending in self._pending) >= IN_FLIGHT:
+        while sum(pending.memory_in_buckets for pending in self._pending) >= IN_FLIGHT:
             self._take(self._pending.popleft())
         filled = self._filled(bucket)
         for name in self.filling.names[bucket.index]:
@@ -293,15 +294,14 @@ class Reduction:
                 self.waiter.wait(work)
             shard = pending.complete()
             all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
-        self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype, copy=pending.lies_in_sent)
+        self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype, copy=pending.result_is_in_sent)
         if pending.sent is not None:
             self.memory.give_back(pending.sent)
 
     def held_bytes(self) -> int:
         """Bytes of buckets under way and of shards that have arrived, during backward, and of memory for buckets."""
-        arrived = {shard.untyped_storage() for shard in self._shards.values()}
-        held = arrived.union(*(pending.storages() for pending in self._pending))
-        return sum(storage.nbytes() for storage in held) + self.memory.free_bytes
+        pending = [tensor for one in self._pending for tensor in one.tensors]
+        return bytes_held([*pending, *self._shards.values()]) + self.memory.free_bytes
 
     # -- at the end of backward ----------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
 )
 CONSTANTS = {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device}
-A_DICT = ("a dict",)  # says that the entries of one follow; an object of its own, because it is known by identity
+A_DICT = ("a dict",)  # stands before the entries of a dict in a list; a tuple, so that it counts as a constant
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
 OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
@@ -39,7 +39,7 @@ class AttributeWatch:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._last: Contents | None = None
-        self._constants: list[Any] | None = None  # what the last look saw, if that was nothing but constants
+        self._constants: list[Any] | None = None  # what the last look saw; None if not all of it was constant
         self._changes: collections.Counter[str] = collections.Counter()  # by name, those that twins do not follow
         self._deep: list[str] = []  # the places inside of attributes that changed
 
@@ -93,15 +93,16 @@ class AttributeWatch:
             )
 
     def _as_before(self, counters: Container[str]) -> bool:
-        """Tell whether everything is the very object that the last look saw, where that says enough.
+        """Tell whether all attributes are constants, and the same objects as in the last look.
 
-        This is asked on each step. It spares most optimizers a look, which takes longer.
+        Each step asks this first, because comparing identities is faster than a look.
         """
-        before, now = self._constants, flat(self.optimizer, counters)
-        constants = before is not None and len(now) == len(before) and all(map(is_, now, before))
-        return constants and not any_attributes(self._params())
+        before, now = self._constants, flattened_attributes(self.optimizer, counters)
+        same = before is not None and len(now) == len(before) and all(map(is_, now, before))
+        return same and not any_attributes(self._params())
 
     def _params(self) -> list[Tensor]:
+        """The parameters of all groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _look(self, counters: Container[str]) -> Contents:
@@ -111,7 +112,7 @@ class AttributeWatch:
             if name not in counters:
                 walk.add(name, value)
         found = walk.found
-        held, params = flat(own, counters), self._params()
+        held, params = flattened_attributes(own, counters), self._params()
         marked = any_attributes(params)
         self._constants = held if not marked and all(map(is_constant, held)) else None
         for i, param in enumerate(params if marked else ()):
@@ -123,8 +124,8 @@ class AttributeWatch:
         return found
 
 
-def flat(optimizer: Optimizer, counters: Container[str]) -> list[Any]:
-    """The attributes of an optimizer but its counters, in one list: names and values, of dicts what is in them."""
+def flattened_attributes(optimizer: Optimizer, counters: Container[str]) -> list[Any]:
+    """The names and values of the attributes except counters, in one list. A dict is replaced by its entries."""
     found: list[Any] = []
     for name, value in own_attributes(optimizer).items():
         if name not in counters:
@@ -133,7 +134,7 @@ def flat(optimizer: Optimizer, counters: Container[str]) -> list[Any]:
 
 
 def is_constant(value: Any) -> bool:
-    """Tell whether a value can never change, so that its identity says it all."""
+    """Tell whether a value cannot change, so that the same object means the same value."""
     return type(value) in CONSTANTS or (type(value) is tuple and all(map(is_constant, value)))
 
 

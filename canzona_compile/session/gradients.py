@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -45,8 +45,9 @@ class StepGradients:
         self._params = {name: b.param for name, b in plan.bound.items()}
         self._dtypes = {name: b.kind.grad_dtype for name, b in plan.bound.items()}
         self._forms = {n: (local_part(p).shape, self._dtypes[n], torch.strided) for n, p in self._params.items()}
-        # Where the gradients that were checked last lie; nowhere yet for those of DTensors.
-        self._specs: dict[str, Any] = {n: object() if isinstance(p, DTensor) else None for n, p in self._params.items()}
+        # By task, the spec that a gradient may have without a full check: of the parameter, later of the last gradient
+        # that was checked. None for plain tensors.
+        self._specs: dict[str, Any] = {name: spec_of(param) for name, param in self._params.items()}
 
     # -- before a step -------------------------------------------------------------------------------
 
@@ -61,10 +62,7 @@ class StepGradients:
                 check_gradient(view.source, view.name, expected)
             view.take()
         grads = list(map(attrgetter("grad"), self._params.values()))
-        if all(map(is_not, grads, repeat(None))):
-            self.found = dict(zip(self._params, grads, strict=True))
-        else:
-            self.found = {n: grad for n, grad in zip(self._params, grads, strict=True) if grad is not None}
+        self.found = dict(compress(zip(self._params, grads, strict=True), map(is_not, grads, repeat(None))))
 
     def check(self) -> None:
         """Raise InvalidGradient if the plan was not made for one of the gradients."""
@@ -76,15 +74,14 @@ class StepGradients:
             self._specs[name] = spec_of(grad)
 
     def _as_planned(self) -> bool:
-        """Tell whether `check` has nothing to look at. This is asked on each step, so it loops in C."""
+        """Tell whether `check` has nothing to look at. Each step asks this, so plain gradients are compared in C."""
         grads = self.found.values()
         if self.habits.asks_layout or any_attributes(grads):
             return False
         own: Iterable[Tensor] = grads
         specs = [None] * len(grads)
-        if any(
-            issubclass(kind, DTensor) for kind in set(map(type, grads))
-        ):  # FSDP2 gives them the same specs each time
+        # FSDP2 gives gradients the same spec objects on each step, so comparing them costs little.
+        if any(issubclass(kind, DTensor) for kind in set(map(type, grads))):
             own, specs = map(local_part, grads), list(map(spec_of, grads))
         return (
             list(map(FORM, own)) == list(map(self._forms.__getitem__, self.found))
@@ -144,6 +141,6 @@ class StepGradients:
             view.give_back()
 
 
-def spec_of(grad: Tensor) -> Any:
-    """Where a gradient lies; None if it is no DTensor."""
-    return grad._spec if isinstance(grad, DTensor) else None
+def spec_of(tensor: Tensor) -> Any:
+    """The mesh and placements of a DTensor, with its shape and dtype; None for a plain tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None

@@ -73,9 +73,10 @@ class HeldState:
         return gone
 
     def _as_held(self) -> bool:
-        """Tell whether everything lies where it lay. This is asked on each step, so it loops in C."""
-        # Identities in the order of the dict spare the hashes of parameters, which are functions in Python. Those of
-        # other entries than these may be those of new objects; they say nothing.
+        """Tell whether the user replaced nothing that is held. Each step asks this, so it loops in C."""
+        # Comparing identities in the order of the dict avoids hashing parameters: Tensor.__hash__ is a Python function.
+        # The entries held here are alive, so their identities are their own. An entry that is not held may be a new
+        # object with the identity of a freed one; it does not matter here.
         if (ids := ids_in(self.optimizer.state)) != self._ids:
             if not all(map(is_, map(self.optimizer.state.get, self._params), self._owns)):
                 return False
@@ -91,7 +92,7 @@ class HeldState:
 
 
 def ids_in(state: Mapping[Any, Any]) -> list[int]:
-    """The identities of all keys and values."""
+    """The identities of all keys, then of all values, in the order of the dict."""
     return [*map(id, state), *map(id, state.values())]
 
 

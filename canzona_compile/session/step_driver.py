@@ -162,7 +162,7 @@ class StepDriver:
         except Untraceable as reason:
             raise CanzonaError(f"the plan does not know the code of its first step: {reason}") from reason
 
-    @uninterrupted
+    @uninterrupted  # one context for all that a look does: entering one asks for the signal handler
     def look(self) -> StepChange | None:
         """Find out what the next step has to do.
 

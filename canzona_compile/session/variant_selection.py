@@ -61,7 +61,13 @@ class VariantPath:
 
 
 class AlikeTasks(NamedTuple):
-    """Tasks whose parameters are of one kind, in one parameter group."""
+    """Tasks whose parameters are of one kind, in one parameter group.
+
+    Attributes:
+        kind: the kind.
+        param_group: the index of the group.
+        tasks: their names.
+    """
 
     kind: ParamKind
     param_group: int
@@ -84,8 +90,8 @@ class VariantSelection:
         self.capture, self.optimizer, self.plan, self.ahead = capture, capture.optimizer, plan, ahead
         self.current: list[SameCounters] = []
         self._scalars: dict[tuple[str, int], Scalars] = {}
-        self._tasks: Sequence[str] = ()
-        self._of_one_kind: list[AlikeTasks] = []  # these tasks
+        self._tasks: Sequence[str] = ()  # of the last call of `consult`
+        self._of_one_kind: list[AlikeTasks] = []  # the same tasks, by kind and parameter group
 
     @uninterrupted
     def consult(self, tasks: Sequence[str], present: Container[str]) -> None:

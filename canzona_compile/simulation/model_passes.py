@@ -24,7 +24,7 @@ from canzona_compile.simulation.engine import (
 )
 from canzona_compile.simulation.figures import Span
 
-IN_FLIGHT = 2  # buckets whose collectives are under way at once, as in the runtime over NCCL
+IN_FLIGHT = 2  # buckets whose collectives are under way at once, as in the runtime; but gloo reduces one at a time
 CALLS = 8  # operators that copy a slice, the views and the hook of its parameter among them
 
 

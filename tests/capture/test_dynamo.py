@@ -15,7 +15,6 @@ from canzona_compile.capture import dynamo
 from canzona_compile.capture.dynamo import as_recorder, compiled
 
 REAL = math.pow
-X = torch.ones(2)
 
 
 class Counting:
@@ -74,19 +73,20 @@ def test_other_threads_have_the_real_power_while_dynamo_traces() -> None:
     assert dynamo.power(2, 3) == 8.0
 
 
-def test_traces_of_other_threads_are_theirs() -> None:
+def test_a_trace_of_another_thread_has_the_real_power() -> None:
     found: list[Any] = []
+    x = torch.ones(2)
 
     def backend(graph: fx.GraphModule, _examples: Any) -> Any:
         found.append(math.pow)
         return graph.forward
 
     with as_recorder():
-        thread = threading.Thread(target=lambda: found.append(torch.compile(lambda x: x + 1, backend=backend)(X)))
+        thread = threading.Thread(target=lambda: found.append(torch.compile(lambda y: y + 1, backend=backend)(x)))
         thread.start()
         thread.join()
     assert found[0] is REAL
-    assert torch.equal(found[1], X + 1)
+    assert torch.equal(found[1], x + 1)
 
 
 def test_interrupts_wait_for_the_end_of_guards() -> None:

@@ -87,7 +87,11 @@ class Encoder(nn.Module):
 
 
 def root_read(read: Callable[[Any, Tensor], Tensor]) -> tuple[str, bool]:
-    """Read the root's parameter after a step without calling the root; and what comes of it: an error, old values."""
+    """Read the root's parameter after a step, without calling the root.
+
+    Returns:
+        What the read raised, and whether it saw the values from before the step.
+    """
     model: Any = Encoder()
     optimizer: Any = canzona_compile.zero1(
         model, SGD(model.parameters(), lr=0.1), mesh=dist.group.WORLD, gather="forward", bucket_bytes=64
@@ -103,12 +107,12 @@ def root_read(read: Callable[[Any, Tensor], Tensor]) -> tuple[str, bool]:
 
 
 def read_by_method() -> tuple[str, bool]:
-    """Nothing says that a forward pass has begun."""
+    """No module is called, so nothing says that a forward pass has begun."""
     return root_read(lambda model, x: model.encode(x))
 
 
 def read_behind_a_call() -> tuple[str, bool]:
-    """The call of a part says that one has begun."""
+    """The call of the inner module says that a forward pass has begun."""
     return root_read(lambda model, x: model.forward(x))
 
 

@@ -41,7 +41,8 @@ def test_gradients_and_state_are_held_once() -> None:
     assert sum(found.state for found in ranks) == ranks[0].whole_state
     for found in ranks:
         assert found.state <= 1.25 * found.whole_state / world
-        # Shards that have arrived, a bucket under way with what all ranks have for this rank's shard, and the next one.
+        # Shards that have arrived, one bucket, what all ranks sent for this rank's shard of it, and the memory of a
+        # second bucket, which gathers keep.
         assert 0 < found.most_reduced <= 1.03 * whole / world + 3 * found.largest_bucket
         assert found.most_unreduced <= 2 * found.largest_bucket
 

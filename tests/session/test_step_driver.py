@@ -80,7 +80,7 @@ def test_the_same_memory_in_another_form_needs_another_plan() -> None:
 
 
 def test_state_that_users_remove_is_freed() -> None:
-    """Of a parameter that steps elementwise, whose state no plan needs."""
+    """The plan does not need the state of a parameter that steps elementwise, so it must not keep it alive."""
     vector = torch.nn.Parameter(torch.ones(4))
     optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(4, 4)), vector], lr=0.1, momentum=0.9)
     held = HeldState(optimizer)
