@@ -19,8 +19,10 @@ from torch import Tensor
 
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
+from canzona_compile.replica.memory import storage_of
 from canzona_compile.runtime.held_works import hold
 from canzona_compile.runtime.process_groups import over_gloo
+from canzona_compile.views.elements import shares_memory
 
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -84,7 +86,7 @@ class Pending:
     @property
     def result_is_in_sent(self) -> bool:
         """Whether the result is a part of `sent`, so that it must be copied before `sent` is given back."""
-        return self.sent is not None and address_of(self.result) == address_of(self.sent)
+        return self.sent is not None and shares_memory(self.result, self.sent)
 
     def complete(self) -> Tensor:
         """Finish after all works are done: sum the parts and free them. Return the result."""
@@ -135,14 +137,9 @@ class BucketMemory:
             self._free[storage.nbytes()].append(storage)
 
 
-def address_of(tensor: Tensor) -> int:
-    """Where the memory begins that a tensor is a part of."""
-    return tensor.untyped_storage().data_ptr()
-
-
 def bytes_held(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory of tensors, of which some may share theirs."""
-    return sum({address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum({storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:

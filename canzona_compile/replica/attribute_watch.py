@@ -8,7 +8,6 @@ from collections.abc import Container
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,7 +19,6 @@ from canzona_compile.replica.twin import any_attributes, other_attributes
 MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
 )
-CONSTANTS = {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device}
 A_DICT = ("a dict",)  # stands before the entries of a dict in a list; a tuple, so that it counts as a constant
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
@@ -135,7 +133,7 @@ def flattened_attributes(optimizer: Optimizer, counters: Container[str]) -> list
 
 def is_constant(value: Any) -> bool:
     """Tell whether a value cannot change, so that the same object means the same value."""
-    return type(value) in CONSTANTS or (type(value) is tuple and all(map(is_constant, value)))
+    return type(value) in ATOMS or (type(value) is tuple and all(map(is_constant, value)))
 
 
 def grown_by_torch(place: str, before: Contents) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter, call, is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -44,8 +44,7 @@ class HeldState:
             name: (param, state[param], list(entries(state[param]))) for name, param in params.items() if param in state
         }
         self._params, self._owns = [p for p, _, _ in self._states.values()], [o for _, o, _ in self._states.values()]
-        held = [entry for _, _, own in self._states.values() for entry in own]
-        self._readers, self._keys, self._values = ([entry[i] for entry in held] for i in range(3))
+        self._entries = [entry for _, _, own in self._states.values() for entry in own]
         self._sizes = list(map(len, self._owns))
         self._ids = ids_in(state)
 
@@ -73,7 +72,7 @@ class HeldState:
         return gone
 
     def _as_held(self) -> bool:
-        """Tell whether the user replaced nothing that is held. Each step asks this, so it loops in C."""
+        """Tell whether the user replaced nothing that is held. Each step asks this."""
         # Comparing identities in the order of the dict avoids hashing parameters: Tensor.__hash__ is a Python function.
         # The entries held here are alive, so their identities are their own. An entry that is not held may be a new
         # object with the identity of a freed one; it does not matter here.
@@ -81,10 +80,7 @@ class HeldState:
             if not all(map(is_, map(self.optimizer.state.get, self._params), self._owns)):
                 return False
             self._ids = ids
-        try:
-            return all(map(is_, map(call, self._readers, self._keys), self._values))
-        except IndexError:
-            return False
+        return in_place(self._entries)
 
     def grown(self) -> bool:
         """Tell whether the user put new entries into the state of a parameter."""
