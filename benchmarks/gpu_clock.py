@@ -6,17 +6,15 @@ import contextlib
 import math
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from canzona_compile.kernels.tune import Work
 from canzona_compile.tools.calibration.clock import Clock
 
-Work = Callable[[], object]
-
-NO_CUDA = "no CUDA"
 HEAD_START = 40_000_000  # cycles, 20 ms of an H200: longer than the host takes to launch a stage of a step
 
 
@@ -128,25 +126,6 @@ def compared(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, Any
             "quartiles": [low, high],
         }
     return result
-
-
-def graphed(work: Work, device: torch.device) -> tuple[Work, str]:
-    """The work as a CUDA graph, so that its launches take no time; as it is, and why, where that cannot be."""
-    if device.type != "cuda":
-        return work, NO_CUDA
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            work()
-    except RuntimeError as error:
-        return work, str(error).splitlines()[0]
-    return graph.replay, ""
 
 
 def plain(ceilings: Ceilings) -> dict[str, float]:

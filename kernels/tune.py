@@ -26,7 +26,11 @@ MARGIN = 1.02  # a candidate has to be faster by this much, so that noise does n
 UNWRITTEN = -1e3  # fills results before a check, so that unwritten elements show; no result has this value
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
-Timer = Callable[[Callable[[], object]], float]
+NO_CUDA = "no CUDA"
+IN_A_GRAPH = 8  # calls in one graph: a replay takes the host a few microseconds, which a small product does not
+
+Work = Callable[[], object]
+Timer = Callable[[Work], Callable[[], float]]  # takes a call, and returns what measures its milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ def tune(
         dtype: of operands and result.
         device: where.
         candidates: Triton kernels; the library takes part anyway.
-        clock: returns the milliseconds that a call takes, in the mean.
+        clock: makes what measures the milliseconds that a call takes, in the mean.
         rounds: how often all of them take a turn.
 
     Returns:
@@ -126,20 +130,49 @@ def winner(trials: Sequence[Trial]) -> KernelChoice:
     return KernelChoice(best.choice.kernel, best.choice.tile, f"measured: {best.speedup:.2f} times the library's speed")
 
 
-def cuda_clock(call: Callable[[], object], least: float = 2.0) -> float:
-    """Measure the mean milliseconds of a call by CUDA events, over at least `least` milliseconds."""
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    calls = 1
-    while True:
-        begun.record()
-        for _ in range(calls):
-            call()
-        ended.record()
-        ended.synchronize()
-        taken = float(begun.elapsed_time(ended))
-        if taken >= least or calls >= 1024:
-            return taken / calls
-        calls *= 2
+def cuda_clock(call: Work, least: float = 2.0) -> Callable[[], float]:
+    """Measure the mean milliseconds of a call by CUDA events, over at least `least` milliseconds.
+
+    Calls are replayed from a CUDA graph, as recorded steps do: launching a small product takes the host longer than it
+    takes the device, and longer for our kernels than for the library.
+    """
+    replay, _ = graphed(lambda: [call() for _ in range(IN_A_GRAPH)], torch.device("cuda", torch.cuda.current_device()))
+    replays = 1
+
+    def measured() -> float:
+        nonlocal replays
+        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        while True:
+            begun.record()
+            for _ in range(replays):
+                replay()
+            ended.record()
+            ended.synchronize()
+            taken = float(begun.elapsed_time(ended))
+            if taken >= least or replays >= 1024:
+                return taken / (replays * IN_A_GRAPH)
+            replays *= 2
+
+    return measured
+
+
+def graphed(work: Work, device: torch.device) -> tuple[Work, str]:
+    """The work as a CUDA graph, so that its launches take no time; as it is, and why, where that cannot be."""
+    if device.type != "cuda":
+        return work, NO_CUDA
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+    except RuntimeError as error:
+        return work, str(error).splitlines()[0]
+    return graph.replay, ""
 
 
 # -- parts ----------------------------------------------------------------------------------------
@@ -178,12 +211,13 @@ def _race(
     forms: Sequence[CallForm], choices: Sequence[KernelChoice], clock: Timer, rounds: int
 ) -> dict[KernelChoice, list[float]]:
     """Median time per choice and form."""
-    times: dict[KernelChoice, list[list[float]]] = {choice: [[] for _ in forms] for choice in choices}
-    for _ in range(rounds):
-        for index, form in enumerate(forms):
-            for choice in choices:
-                times[choice][index].append(clock(partial(form.run, choice)))
-    return {choice: [statistics.median(each) for each in measured] for choice, measured in times.items()}
+    times: dict[KernelChoice, list[float]] = {choice: [] for choice in choices}
+    for form in forms:
+        clocks = [clock(partial(form.run, choice)) for choice in choices]
+        turns = [[measured() for measured in clocks] for _ in range(rounds)]
+        for choice, own in zip(choices, zip(*turns, strict=True), strict=True):
+            times[choice].append(statistics.median(own))
+    return times
 
 
 def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[CallForm]:

@@ -60,6 +60,9 @@ class FakeEvent:
                 stream.device.put("a timed event", lambda: setattr(self, "happened", scheduler.count))
             self.items = stream.queue.tail
 
+    def synchronize(self) -> None:
+        current_device().wait_for(self.items)
+
     def elapsed_time(self, end: FakeEvent) -> float:
         """Stands in for milliseconds: how many items all devices did between the two events."""
         if any(not item.done for event in (self, end) for item in event.items):

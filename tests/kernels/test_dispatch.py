@@ -8,11 +8,11 @@ import json
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +31,13 @@ from canzona_compile.kernels.dispatch import (
 )
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisions
-from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
+from canzona_compile.kernels.tune import LIBRARY, Trial, Verdict, tune, winner
 from canzona_compile.kernels.tuning_cache import GpuKind
-from canzona_compile.tools.tuning.command import describe, problems
+from canzona_compile.tools.tuning.command import cpu_clock, describe, problems
+from tests.fake_cuda.cuda_names import cuda_replaced
+from tests.fake_cuda.device import current_device
+from tests.fake_cuda.ranks import thread_ranks
+from tests.fake_cuda.scheduler import Scheduler
 from tests.harness.marks import first
 from tests.kernels.kernel_cases import interpreted
 
@@ -263,17 +267,47 @@ def test_the_winner_beats_the_library_by_a_margin() -> None:
     assert winner([library, slow, fast, noise, wrong]).same_kernel(fast.choice)
 
 
-def pointer_is_faster(call: Callable[[], object]) -> float:
+def pointer_is_faster(call: Callable[[], object]) -> Callable[[], float]:
     """A clock for what no CPU can show."""
     with recorded() as launches:
         call()
-    return 1.0 if launches[0].choice.kernel == "pointer" else 1.5
+    return lambda: 1.0 if launches[0].choice.kernel == "pointer" else 1.5
 
 
-def wall(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - begun)
+def decided(launching: int) -> Verdict:
+    """The verdict on a device that takes the pointer kernel in half of the library's time, however long it takes the
+    host to launch one."""
+    module = importlib.import_module("canzona_compile.kernels.tune")
+    right = module.sym_gemm
+
+    def product(*operands: object, choice: KernelChoice, **options: object) -> object:
+        device = current_device()
+
+        def passes(time: int) -> None:
+            device.scheduler.count += time  # events of the stand-in measure it
+
+        if device.capture is None and choice == POINTER:
+            passes(launching)
+        device.put("a product", lambda: passes(100 if choice == POINTER else 200))
+        return right(*operands, choice=choice, **options)
+
+    def verdict(rank: int) -> Verdict:
+        shape, clock = (2, 32, 48), module.cuda_clock
+        return tune("sym_gemm", shape, torch.float16, torch.device("cpu"), [POINTER], clock, rounds=1)
+
+    replaced = mock.patch.object(module, "sym_gemm", product)
+    with replaced, cuda_replaced(), thread_ranks(Scheduler(None), 1) as run:
+        (found,) = run(verdict)
+    assert isinstance(found, Verdict)
+    return found
+
+
+@interpreted
+def test_what_a_launch_takes_the_host_decides_nothing() -> None:
+    """Steps replay products."""
+    slow, quick = decided(launching=1000), decided(launching=0)
+    assert quick.choice.same_kernel(POINTER)
+    assert slow == quick
 
 
 @interpreted
@@ -286,7 +320,7 @@ def test_a_candidate_that_is_right_and_faster_wins(op: str) -> None:
     assert "1.50 times" in verdict.choice.reason
     assert verdict.trials[1].error < 2.0**-10
     assert "pointer 16x16x16" in describe(verdict).splitlines()[0]
-    slower = tune(op, (2, 32, 48), torch.float16, cpu, [POINTER], wall, rounds=1)  # type: ignore[arg-type]
+    slower = tune(op, (2, 32, 48), torch.float16, cpu, [POINTER], cpu_clock, rounds=1)  # type: ignore[arg-type]
     assert slower.choice.kernel == "library"  # the interpreter is a thousand times slower
 
 
