@@ -26,9 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a GPU machine's own Python need not have it installed
 
-from canzona_compile.kernels.tune import NO_CUDA
 from canzona_compile.tools.calibration.calibrate import calibrate
-from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.clock import NO_CUDA, Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
 from gpu_clock import Ceilings, Extent, going_on, plain
 from gpu_products import Products

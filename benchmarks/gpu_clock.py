@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from canzona_compile.kernels.tune import Work
-from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.clock import Clock, Work
 
 HEAD_START = 40_000_000  # cycles, 20 ms of an H200: longer than the host takes to launch a stage of a step
 

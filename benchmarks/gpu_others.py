@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canzona_compile.kernels.candidates import QUACK
 from canzona_compile.kernels.sym_gemm import sym_gemm
-from canzona_compile.kernels.tune import Work
+from canzona_compile.tools.calibration.clock import Work
 
 
 def others_of(kind: str, a: Tensor, b: Tensor, out: Tensor) -> Mapping[str, Work]:

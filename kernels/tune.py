@@ -26,11 +26,8 @@ MARGIN = 1.02  # a candidate has to be faster by this much, so that noise does n
 UNWRITTEN = -1e3  # fills results before a check, so that unwritten elements show; no result has this value
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
-NO_CUDA = "no CUDA"
-IN_A_GRAPH = 8  # calls in one graph: a replay takes the host a few microseconds, which a small product does not
-
-Work = Callable[[], object]
-Timer = Callable[[Work], Callable[[], float]]  # takes a call, and returns what measures its milliseconds
+# Takes a call, and returns what measures its milliseconds.
+Timer = Callable[[Callable[[], object]], Callable[[], float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,51 +125,6 @@ def winner(trials: Sequence[Trial]) -> KernelChoice:
     if best is library or best.speedup < MARGIN:
         return LIBRARY
     return KernelChoice(best.choice.kernel, best.choice.tile, f"measured: {best.speedup:.2f} times the library's speed")
-
-
-def cuda_clock(call: Work, least: float = 2.0) -> Callable[[], float]:
-    """Measure the mean milliseconds of a call by CUDA events, over at least `least` milliseconds.
-
-    Calls are replayed from a CUDA graph, as recorded steps do: launching a small product takes the host longer than it
-    takes the device, and longer for our kernels than for the library.
-    """
-    replay, _ = graphed(lambda: [call() for _ in range(IN_A_GRAPH)], torch.device("cuda", torch.cuda.current_device()))
-    replays = 1
-
-    def measured() -> float:
-        nonlocal replays
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        while True:
-            begun.record()
-            for _ in range(replays):
-                replay()
-            ended.record()
-            ended.synchronize()
-            taken = float(begun.elapsed_time(ended))
-            if taken >= least or replays >= 1024:
-                return taken / (replays * IN_A_GRAPH)
-            replays *= 2
-
-    return measured
-
-
-def graphed(work: Work, device: torch.device) -> tuple[Work, str]:
-    """The work as a CUDA graph, so that its launches take no time; as it is, and why, where that cannot be."""
-    if device.type != "cuda":
-        return work, NO_CUDA
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            work()
-    except RuntimeError as error:
-        return work, str(error).splitlines()[0]
-    return graph.replay, ""
 
 
 # -- parts ----------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +30,9 @@ from canzona_compile.kernels.dispatch import (
 )
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisions
-from canzona_compile.kernels.tune import LIBRARY, Trial, Verdict, tune, winner
+from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
 from canzona_compile.kernels.tuning_cache import GpuKind
-from canzona_compile.tools.tuning.command import cpu_clock, describe, problems
+from canzona_compile.tools.tuning.command import clock_for, describe, problems
 from tests.fake_cuda.cuda_names import cuda_replaced
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.ranks import thread_ranks
@@ -274,40 +273,19 @@ def pointer_is_faster(call: Callable[[], object]) -> Callable[[], float]:
     return lambda: 1.0 if launches[0].choice.kernel == "pointer" else 1.5
 
 
-def decided(launching: int) -> Verdict:
-    """The verdict on a device that takes the pointer kernel in half of the library's time, however long it takes the
-    host to launch one."""
-    module = importlib.import_module("canzona_compile.kernels.tune")
-    right = module.sym_gemm
+def test_what_a_launch_takes_the_host_is_not_measured() -> None:
+    """Steps replay products. Events of the stand-in measure how much is done between them."""
 
-    def product(*operands: object, choice: KernelChoice, **options: object) -> object:
-        device = current_device()
+    def measured(launching: int) -> float:
+        def product() -> None:
+            device = current_device()
+            device.scheduler.count += launching if device.capture is None else 0
+            device.put("a product", lambda: setattr(device.scheduler, "count", device.scheduler.count + 100))
 
-        def passes(time: int) -> None:
-            device.scheduler.count += time  # events of the stand-in measure it
+        with cuda_replaced(), thread_ranks(Scheduler(None), 1) as run:
+            return float(run(lambda rank: clock_for(torch.device("cuda", 0))(product)())[0])
 
-        if device.capture is None and choice == POINTER:
-            passes(launching)
-        device.put("a product", lambda: passes(100 if choice == POINTER else 200))
-        return right(*operands, choice=choice, **options)
-
-    def verdict(rank: int) -> Verdict:
-        shape, clock = (2, 32, 48), module.cuda_clock
-        return tune("sym_gemm", shape, torch.float16, torch.device("cpu"), [POINTER], clock, rounds=1)
-
-    replaced = mock.patch.object(module, "sym_gemm", product)
-    with replaced, cuda_replaced(), thread_ranks(Scheduler(None), 1) as run:
-        (found,) = run(verdict)
-    assert isinstance(found, Verdict)
-    return found
-
-
-@interpreted
-def test_what_a_launch_takes_the_host_decides_nothing() -> None:
-    """Steps replay products."""
-    slow, quick = decided(launching=1000), decided(launching=0)
-    assert quick.choice.same_kernel(POINTER)
-    assert slow == quick
+    assert measured(launching=1000) == measured(launching=0)
 
 
 @interpreted
@@ -320,7 +298,7 @@ def test_a_candidate_that_is_right_and_faster_wins(op: str) -> None:
     assert "1.50 times" in verdict.choice.reason
     assert verdict.trials[1].error < 2.0**-10
     assert "pointer 16x16x16" in describe(verdict).splitlines()[0]
-    slower = tune(op, (2, 32, 48), torch.float16, cpu, [POINTER], cpu_clock, rounds=1)  # type: ignore[arg-type]
+    slower = tune(op, (2, 32, 48), torch.float16, cpu, [POINTER], clock_for(cpu), rounds=1)  # type: ignore[arg-type]
     assert slower.choice.kernel == "library"  # the interpreter is a thousand times slower
 
 

@@ -15,7 +15,8 @@ from canzona_compile.kernels.dispatch import KernelChoice, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import machine
-from canzona_compile.kernels.tune import cuda_clock, tune
+from canzona_compile.kernels.tune import tune
+from canzona_compile.tools.tuning.command import clock_for
 from tests.kernels.kernel_cases import (
     ACCUMULATED,
     ALIGNED,
@@ -192,5 +193,5 @@ def test_the_tuner_refuses_no_candidate() -> None:
     """All of them are right; which is fastest is not for a test."""
     device = torch.device("cuda")
     for op in ("sym_gemm", "gemm_axpby"):
-        verdict = tune(op, (2, 512, 1024), torch.bfloat16, device, candidates(op, ARCH), cuda_clock, rounds=1)  # type: ignore[arg-type]
+        verdict = tune(op, (2, 512, 1024), torch.bfloat16, device, candidates(op, ARCH), clock_for(device), rounds=1)  # type: ignore[arg-type]
         assert [trial.refused for trial in verdict.trials] == [""] * len(verdict.trials)

@@ -13,6 +13,7 @@ import torch
 
 Work = Callable[[], object]
 
+NO_CUDA = "no CUDA"
 SHORTEST = 2e-3  # seconds of a sample: shorter work is repeated within it
 MOST_REPEATS = 10_000
 WARM_UP = 3  # on CUDA, where first calls load kernels and wake the clocks
@@ -66,3 +67,22 @@ class Clock:
         end.record()
         torch.cuda.synchronize(self.device)
         return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+def graphed(work: Work, device: torch.device) -> tuple[Work, str]:
+    """The work as a CUDA graph, so that its launches take no time; as it is, and why, where that cannot be."""
+    if device.type != "cuda":
+        return work, NO_CUDA
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+    except RuntimeError as error:
+        return work, str(error).splitlines()[0]
+    return graph.replay, ""

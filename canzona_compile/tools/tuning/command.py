@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from timeit import Timer as Stopwatch
 
 import torch
 
@@ -21,13 +21,15 @@ from canzona_compile.kernels import tuning_cache
 from canzona_compile.kernels.candidates import candidates
 from canzona_compile.kernels.dispatch import KernelChoice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
-from canzona_compile.kernels.tune import Trial, Verdict, Work, cuda_clock, tune
+from canzona_compile.kernels.tune import Timer, Trial, Verdict, tune
 from canzona_compile.kernels.tuning_cache import GpuKind
+from canzona_compile.tools.calibration.clock import SHORTEST, Clock, Work, graphed
 
 log = logging.getLogger(__name__)
 
 SHAPES = ("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "1x2048x8192")
 VERDICTS = "tune.jsonl"
+SHORT, MOST_CALLS = 5e-4, 8  # seconds of a graph, and calls in it
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,7 +76,6 @@ def run(given: Namespace) -> int:
         (given.output / VERDICTS).write_text("", encoding="utf-8")
     device = torch.device("cpu") if given.dry else torch.device("cuda", _current_device())
     here = None if given.dry else _tuned_machine(device)
-    clock = cpu_clock if given.dry else cuda_clock
     shapes = [_tiny(shape) for shape in shapes] if given.dry else shapes
     dtypes = list(DTYPES.values()) if given.dtype is None else [DTYPES[given.dtype]]
     work, won = list(itertools.product(problems(shapes), dtypes)), list[bool]()
@@ -84,7 +85,7 @@ def run(given: Namespace) -> int:
         tried = () if here is None else candidates(op, here.arch)
         with shown("tune", quiet=given.quiet):  # not around `print`, which would break the line
             tell(f"{op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}", i, len(work))
-            verdict = tune(op, shape, dtype, device, tried, clock, rounds=given.rounds)
+            verdict = tune(op, shape, dtype, device, tried, clock_for(device), rounds=given.rounds)
         print(describe(verdict), flush=True)
         _keep(verdict, None if given.dry_run else here, given.output)
         won.append(verdict.choice.kernel != "library")
@@ -127,9 +128,22 @@ def _keep(verdict: Verdict, here: GpuKind | None, output: Path | None) -> None:
             shutil.copy2(path, output)
 
 
-def cpu_clock(call: Work) -> Callable[[], float]:
-    """Measure the milliseconds of one call on the CPU."""
-    return lambda: Stopwatch(call).timeit(1) * 1e3
+def clock_for(device: torch.device) -> Timer:
+    """The clock of the tuner. On CUDA it replays calls from a graph, as recorded steps do.
+
+    To launch a small product takes the host longer than the device, and ours longer than the library's. A graph takes a
+    few microseconds as well, so there are several calls in it if they are short.
+    """
+    clock = Clock(device, repetitions=1)
+
+    def timer(call: Work) -> Callable[[], float]:
+        clock.sample(call, 1)  # compiles
+        calls = min(MOST_CALLS, math.ceil(SHORT / max(clock.sample(call, 1), 1e-9)))
+        replay, _ = graphed(lambda: [call() for _ in range(calls)], device)
+        repeats = math.ceil(SHORTEST / max(clock.sample(replay, 1), 1e-9))
+        return lambda: clock.sample(replay, repeats) / calls * 1e3
+
+    return timer
 
 
 def _tiny(shape: tuple[int, int, int]) -> tuple[int, int, int]:
