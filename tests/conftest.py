@@ -45,6 +45,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (-work[item.path], item.path.stem not in LONG))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Run tests with the mark `gpu` where there is a device, or a stand-in for one."""
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    from tests.harness.gpu import device  # late, see pytest_configure
+
+    with device(getattr(item, "originalname", item.name)):
+        return (yield)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def captures_are_quick() -> Iterator[None]:
     """In this process; the one that ranks are forked from does it by itself."""

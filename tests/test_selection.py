@@ -16,6 +16,7 @@ import torch
 
 from tests.conftest import COLLECTED
 from tests.harness.core import CORE
+from tests.harness.gpu import ONLY_ON_A_GPU
 from tests.harness.layouts import BUILDERS, Case
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +145,14 @@ def test_a_planted_violation_is_found(rule: Rule, collected: Tests) -> None:
     marked, lost = PLANTED[rule]
     changed = [Selected(t.file, t.function, t.full or marked(t), t.params) for t in collected]
     assert lost in rule(changed)
+
+
+def test_gpu_tests_run_on_the_stand_in_or_are_listed(collected: Tests, request: pytest.FixtureRequest) -> None:
+    """A skip that is written at a test would hide that it is out of date."""
+    own = [item for item in request.config.stash[COLLECTED] if item.get_closest_marker("gpu")]
+    left = [item for item in own if not any(map(item.get_closest_marker, ("skip", "skipif")))]
+    names, run = ({getattr(item, "originalname", item.name) for item in items} for items in (own, left))
+    assert names > ONLY_ON_A_GPU.keys() >= names - run
 
 
 # -- the core --------------------------------------------------------------------------------------

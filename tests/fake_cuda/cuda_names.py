@@ -111,6 +111,9 @@ NAMED: dict[str, Callable[..., Any]] = {
     "graph_pool_handle": lambda: (0, next(HANDLES)),
     "is_current_stream_capturing": is_capturing,
     "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=2, major=9, minor=0),
+    "memory_allocated": lambda device=None: own(device).held,
+    "set_sync_debug_mode": lambda mode: setattr(own(), "sync_mode", mode),
+    "_sleep": lambda cycles: None,  # the seed decides how long work takes
     "synchronize": lambda device=None: own(device).finish_all(),
 }
 

@@ -60,9 +60,6 @@ class FakeEvent:
                 stream.device.put("a timed event", lambda: setattr(self, "happened", scheduler.count))
             self.items = stream.queue.tail
 
-    def synchronize(self) -> None:
-        current_device().wait_for(self.items)
-
     def elapsed_time(self, end: FakeEvent) -> float:
         """Stands in for milliseconds: how many items all devices did between the two events."""
         if any(not item.done for event in (self, end) for item in event.items):
@@ -119,6 +116,7 @@ class FakeDevice:
         self.state: list[Any] = []  # of optimizers; as long as a tensor is in it, its memory is not used anew
         self.copied: list[int] = []  # the bytes of each copy from the host
         self.waits = 0  # how often the host waited for the device
+        self.sync_mode = "default"  # what `torch.cuda.set_sync_debug_mode` was told
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 
     def put(self, name: str, work: Callable[[], None]) -> None:
@@ -144,6 +142,8 @@ class FakeDevice:
             raise RuntimeError("operation not permitted when stream is capturing")
         if not self.forced:
             self.waits += 1
+            if self.sync_mode == "error":
+                raise RuntimeError("called a synchronizing CUDA operation")
         self.wait_for(stream.queue.tail)
 
     def finish_all(self) -> None:

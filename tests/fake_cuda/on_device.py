@@ -30,7 +30,7 @@ from canzona_compile.session.program_cache import BoundProgram, ProgramMaker
 from canzona_compile.session.session import Session
 from canzona_compile.session.variant_selection import Names
 from tests.fake_cuda.cuda_names import cuda_replaced
-from tests.fake_cuda.device import current_device
+from tests.fake_cuda.device import FakeDevice, current_device, use_device
 from tests.fake_cuda.ranks import thread_ranks
 from tests.fake_cuda.scheduler import Scheduler
 from tests.fake_cuda.tensors import adopted, plainly, programs_run_here
@@ -107,6 +107,17 @@ def look() -> None:
     device.forced = True
     device.finish(device.default)
     device.forced = False
+
+
+@contextlib.contextmanager
+def stand_in_here() -> Iterator[None]:
+    """Give this thread a device that does each piece of work at once."""
+    with on_stand_in(None, 1):
+        use_device(FakeDevice(0, Scheduler(None), lambda until: None))
+        try:
+            yield
+        finally:
+            use_device(None)
 
 
 @contextlib.contextmanager

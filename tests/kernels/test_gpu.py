@@ -1,6 +1,6 @@
 """The kernels on a real GPU: the numerics of the interpreter's tests at the tiles that dispatch can choose.
 
-pytest -m gpu
+Where there is none, the library takes their place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import machine
 from canzona_compile.kernels.tune import tune
 from canzona_compile.tools.tuning.command import clock_for
+from tests.harness.gpu import CUDA, DEVICE
 from tests.kernels.kernel_cases import (
     ACCUMULATED,
     ALIGNED,
@@ -31,15 +32,11 @@ from tests.kernels.kernel_cases import (
     symmetric,
 )
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-HERE = machine(torch.device("cuda")) if torch.cuda.is_available() else None
+HERE = machine(torch.device("cuda")) if CUDA else None
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(HERE is None, reason="needs a CUDA device and Triton"),
-    pytest.mark.skipif(
-        bool(triton.knobs.runtime.interpret), reason="TRITON_INTERPRET is set: run these alone, pytest -m gpu"
-    ),
     pytest.mark.filterwarnings("ignore"),  # the debug mode says that it is a prototype, drivers have their own
 ]
 
@@ -59,7 +56,7 @@ each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 def slack(choice: KernelChoice, dtype: torch.dtype) -> float:
     """A library rounds the product before it adds to the diagonal, and may add parts of a sum in 16 bits."""
-    return 2.0**-8 / ACCUMULATED["cuda"] if choice.tile is None and dtype in HALF else 1.0
+    return 2.0**-8 / ACCUMULATED[DEVICE.type] if choice.tile is None and dtype in HALF else 1.0
 
 
 @pytest.mark.parametrize("trans", [False, True])
@@ -68,8 +65,8 @@ def slack(choice: KernelChoice, dtype: torch.dtype) -> float:
 @each_sym
 def test_symmetric_products(choice: KernelChoice, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool) -> None:
     batch, m, k = shape
-    a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype, device="cuda")
-    c = symmetric(batch, m, m, dtype=dtype, device="cuda", seed=1)
+    a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype, device=DEVICE.type)
+    c = symmetric(batch, m, m, dtype=dtype, device=DEVICE.type, seed=1)
     with recorded() as launches:
         result = sym_gemm(a, c=c, alpha=0.5, beta=-2.0, diag=0.25, trans=trans, choice=choice)
     assert [launch.choice for launch in launches] == [choice]
@@ -89,9 +86,9 @@ def test_layouts_of_symmetric_products(choice: KernelChoice, dtype: torch.dtype,
     if dtype == torch.float32 and choice.kernel != "library":
         pytest.skip("float32 is the library's: tiles of this size spill")
     m, k = (200, 136) if aligned else (197, 131)
-    a, b = (LAYOUTS[layout](random(2, m, k, dtype=dtype, device="cuda", seed=s)) for s in (0, 1))
+    a, b = (LAYOUTS[layout](random(2, m, k, dtype=dtype, device=DEVICE.type, seed=s)) for s in (0, 1))
     b = a if choice.kernel == "quack" else b  # it mirrors no tile of the diagonal
-    c = LAYOUTS[layout](symmetric(2, m, m, dtype=dtype, device="cuda", seed=2))
+    c = LAYOUTS[layout](symmetric(2, m, m, dtype=dtype, device=DEVICE.type, seed=2))
     result = sym_gemm(a, b, c, beta=3.0, choice=choice)
     exact, magnitude = product(a, b, c, 1.0, 3.0, 0.0)
     if choice.kernel != "library":
@@ -102,21 +99,21 @@ def test_layouts_of_symmetric_products(choice: KernelChoice, dtype: torch.dtype,
 @each_half
 @each_sym
 def test_whole_numbers_are_exact(choice: KernelChoice, dtype: torch.dtype) -> None:
-    a = integers(2, 264, 24, dtype=dtype, device="cuda")
-    c = integers(2, 264, 264, dtype=dtype, device="cuda", seed=1)
+    a = integers(2, 264, 24, dtype=dtype, device=DEVICE.type)
+    c = integers(2, 264, 264, dtype=dtype, device=DEVICE.type, seed=1)
     c = c + c.mT
     result = sym_gemm(a, c=c, alpha=2.0, beta=-1.0, diag=4.0, choice=choice)
     expected = 2 * a.double() @ a.double().mT - c.double()
-    expected += 4 * torch.eye(264, dtype=torch.float64, device="cuda")
+    expected += 4 * torch.eye(264, dtype=torch.float64, device=DEVICE.type)
     assert expected.abs().max() <= 256
     assert torch.equal(result.double(), expected)
 
 
 @each_sym
 def test_scalars_on_the_device_make_nobody_wait(choice: KernelChoice) -> None:
-    a = random(2, 256, 128, dtype=torch.bfloat16, device="cuda")
-    c = symmetric(2, 256, 256, dtype=torch.bfloat16, device="cuda", seed=1)
-    alpha, beta, diag = (torch.tensor(s, device="cuda") for s in (0.5, 2.0, -1.0))
+    a = random(2, 256, 128, dtype=torch.bfloat16, device=DEVICE.type)
+    c = symmetric(2, 256, 256, dtype=torch.bfloat16, device=DEVICE.type, seed=1)
+    alpha, beta, diag = (torch.tensor(s, device=DEVICE.type) for s in (0.5, 2.0, -1.0))
     sym_gemm(a, c=c, alpha=alpha, beta=beta, diag=diag, choice=choice)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -134,7 +131,7 @@ def test_other_values_are_no_reason_to_compile_again(choice: KernelChoice) -> No
     from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
 
     kernel = {"tma": sym_gemm_tma, "persistent": sym_gemm_persistent, "pointer": sym_gemm_pointer}[choice.kernel]
-    a = random(2, 256, 128, dtype=torch.bfloat16, device="cuda")
+    a = random(2, 256, 128, dtype=torch.bfloat16, device=DEVICE.type)
     sym_gemm(a, alpha=0.3, diag=0.7, choice=choice)
     compiled = sum(len(cache[0]) for cache in kernel.device_caches.values())
     for alpha, diag in itertools.product((0.0, 1.0, -2.5), (0.0, 1.0)):
@@ -145,9 +142,9 @@ def test_other_values_are_no_reason_to_compile_again(choice: KernelChoice) -> No
 
 @each_sym
 def test_out_is_written_inside_and_may_be_c(choice: KernelChoice) -> None:
-    a = random(2, 200, 136, dtype=torch.bfloat16, device="cuda")
-    held = torch.full((2, 200, 264), 7.0, dtype=torch.bfloat16, device="cuda")
-    held[..., :200] = symmetric(2, 200, 200, dtype=torch.bfloat16, device="cuda", seed=1)
+    a = random(2, 200, 136, dtype=torch.bfloat16, device=DEVICE.type)
+    held = torch.full((2, 200, 264), 7.0, dtype=torch.bfloat16, device=DEVICE.type)
+    held[..., :200] = symmetric(2, 200, 200, dtype=torch.bfloat16, device=DEVICE.type, seed=1)
     inner = held[..., :200]
     exact, magnitude = product(a, None, inner, 0.25, 0.75, 0.0)
     assert sym_gemm(a, c=inner, alpha=0.25, beta=0.75, out=inner, choice=choice) is inner
@@ -163,9 +160,9 @@ def test_axpby(choice: KernelChoice, dtype: torch.dtype, shape: tuple[int, int, 
     batch, m, n = shape
     if choice.kernel == "tma" and (m % 8 or n % 8):
         pytest.skip("not for tensor descriptors")
-    x = random(batch, m, n, dtype=dtype, device="cuda")
-    factor = random(batch, *((n, n) if right else (m, m)), dtype=dtype, device="cuda", seed=1)
-    out = Guarded.like(shape, dtype, "cuda")
+    x = random(batch, m, n, dtype=dtype, device=DEVICE.type)
+    factor = random(batch, *((n, n) if right else (m, m)), dtype=dtype, device=DEVICE.type, seed=1)
+    out = Guarded.like(shape, dtype, DEVICE.type)
     assert gemm_axpby(factor, x, alpha=1.5, beta=-0.5, right=right, out=out.inner, choice=choice) is out.inner
     f, v = factor.double(), x.double()
     product_, sizes = (v @ f, v.abs() @ f.abs()) if right else (f @ v, f.abs() @ v.abs())
@@ -176,9 +173,9 @@ def test_axpby(choice: KernelChoice, dtype: torch.dtype, shape: tuple[int, int, 
 @pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="needs a GPU for which there are kernels")
 def test_a_cuda_graph_replays_with_other_scalars() -> None:
     choice = CANDIDATES["sym_gemm", ARCH][0]
-    a = random(2, 256, 128, dtype=torch.bfloat16, device="cuda")
-    alpha = torch.tensor(1.0, device="cuda")
-    out = torch.empty(2, 256, 256, dtype=torch.bfloat16, device="cuda")
+    a = random(2, 256, 128, dtype=torch.bfloat16, device=DEVICE.type)
+    alpha = torch.tensor(1.0, device=DEVICE.type)
+    out = torch.empty(2, 256, 256, dtype=torch.bfloat16, device=DEVICE.type)
     sym_gemm(a, alpha=alpha, out=out, choice=choice)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -191,7 +188,6 @@ def test_a_cuda_graph_replays_with_other_scalars() -> None:
 @pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="needs a GPU for which there are kernels")
 def test_the_tuner_refuses_no_candidate() -> None:
     """All of them are right; which is fastest is not for a test."""
-    device = torch.device("cuda")
     for op in ("sym_gemm", "gemm_axpby"):
-        verdict = tune(op, (2, 512, 1024), torch.bfloat16, device, candidates(op, ARCH), clock_for(device), rounds=1)  # type: ignore[arg-type]
+        verdict = tune(op, (2, 512, 1024), torch.bfloat16, DEVICE, candidates(op, ARCH), clock_for(DEVICE), rounds=1)  # type: ignore[arg-type]
         assert [trial.refused for trial in verdict.trials] == [""] * len(verdict.trials)
