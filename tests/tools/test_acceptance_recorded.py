@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance import steps_audit
-from canzona_compile.tools.acceptance.step import AcceptanceRank, WrongResult
+from canzona_compile.tools.acceptance.step import AcceptanceRank
 from canzona_compile.tools.verification import layouts
 from canzona_compile.tools.verification.findings import Tally
 from tests.fake_cuda.on_device import on_stand_in, settled
@@ -15,6 +16,7 @@ from tests.fake_cuda.trainings import mesh_of_thread
 
 CASES = [
     ("moving_gradients", "fsdp"),
+    ("measured_after_recording", "fsdp"),
     ("loaded_in_mid_run", "fsdp"),
     ("another_plan", "fsdp"),
     ("two_optimizers", "fsdp"),
@@ -50,5 +52,5 @@ def test_cases_of_recordings_record(name: str, layout: str, on_devices: None) ->
 
 def test_a_case_of_recordings_fails_without_one(monkeypatch: pytest.MonkeyPatch, on_devices: None) -> None:
     monkeypatch.setattr(steps_audit, "RECORDED", 1)
-    with pytest.raises(WrongResult, match="no step was recorded; equal"):
+    with pytest.raises(CanzonaError, match="no step was recorded; equal"):
         on_ranks("loaded_in_mid_run", "fsdp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -16,10 +17,10 @@ import pytest
 import torch
 
 from canzona_compile.__main__ import main
-from canzona_compile.machine.hardware import Machine
 from canzona_compile.tools import processes
+from canzona_compile.tools.acceptance import supervisor
 from canzona_compile.tools.acceptance.command import (
-    PARTS,
+    Taken,
     accept,
     all_steps,
     alone,
@@ -27,13 +28,12 @@ from canzona_compile.tools.acceptance.command import (
     ranks_here,
     taken,
 )
+from canzona_compile.tools.acceptance.journal import files_of
 from canzona_compile.tools.acceptance.machine import AcceptedMachine
-from canzona_compile.tools.acceptance.side_by_side import same_operators
 from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
 from canzona_compile.tools.acceptance.steps_machine import files_of_gpu_tests
 from canzona_compile.tools.acceptance.supervisor import interrupts_reach_programs
 from canzona_compile.tools.processes import backend_for
-from tests.lowering.emitted_steps import emitted
 from tests.tools import planted_steps as planted
 
 ROOT = Path(__file__).parents[2]
@@ -69,26 +69,53 @@ def test_one_gpu_takes_every_layout_and_says_what_it_cannot() -> None:
     assert by_name["layouts/muon/fsdp/float32"] == [2, 4]
     assert by_name["layouts/muon/hsdp/float32"] == [4]
     assert by_name["zero1/muon/gather-step"] == [2, 4]
-    assert found[-1][0].name == "audit/peer-that-stays-away/fsdp"
+    assert by_name["audit/peer-that-stays-away/fsdp"] == [2]
+    assert starts(found) == 4
     skipped = {step.name for step, ranks in found if machines[ranks].missing(step)}
     assert skipped == {"machine/two-communicators"}
     assert "NCCL" in machines[4].missing(next(s for s in steps if s.name in skipped))
     numbers = [ranks for _, ranks in found]
     assert numbers == sorted(numbers)
+    assert [ranks for _, ranks in found].index(4) == [step.name for step, _ in found].index(
+        "audit/moving-gradients/hsdp"
+    )
 
 
-def test_ranks_first_take_what_fewer_could_not() -> None:
-    steps = [step for step in all_steps(dry=False, part="correctness") if step.name.startswith("layouts/muon/")]
-    names = [step.name for step, ranks in taken(steps, {n: one_gpu(n) for n in (2, 4)}) if ranks == 4]
-    assert names.index("layouts/muon/hsdp/float32") < names.index("layouts/muon/fsdp/float32")
+def starts(found: list[Taken]) -> int:
+    """How often ranks are started on one GPU: where others have died, are as many, or have other variables."""
+    count, running = 0, None
+    for step, ranks in found:
+        if isinstance(step.work, OnRanks) and not one_gpu(ranks).missing(step):
+            count += running != (ranks, step.work.variables)
+            running = None if step.work.ends_ranks else (ranks, step.work.variables)
+    return count
+
+
+def test_a_smoke_test_is_for_one_rank() -> None:
+    steps, machine = all_steps(dry=False, part="smoke"), one_gpu(1)
+    assert not any(machine.missing(step) for step in steps)
+    names = {step.name for step in steps}
+    assert {"layouts/muon/whole/float32", "audit/measured-after-recording/whole", "tests/runtime"} <= names
+    assert {"tests/kernels/test_gpu.py", "tests/runtime/test_gpu_steps.py"} <= set(files_of_gpu_tests())
+
+
+def test_the_benchmark_runs_with_the_choices_of_the_tuner() -> None:
+    first, second, *_ = all_steps(dry=False, part="benchmarks")
+    assert (first.name, second.name) == ("measured/tune-benchmark", "measured/benchmark")
+    lines = ast.parse((ROOT / "benchmarks" / "gpu_products.py").read_text()).body
+    given = {ast.unparse(own.targets[0]): ast.unparse(own.value) for own in lines if isinstance(own, ast.Assign)}
+    wanted = [*ast.literal_eval(given["CASES"]), *((1, n, n) for n in ast.literal_eval(given["SIZES"]))]
+    assert isinstance(first.work, OneProgram)
+    assert {"x".join(map(str, own)) for own in wanted} <= {*first.work.arguments}
 
 
 def step(name: str, work: OnRanks | OneProgram, limit: float = 60.0) -> AcceptanceStep:
     return AcceptanceStep(name, f"{name} works", f"what {name} means", work, (), limit)
 
 
-def found_in(folder: Path) -> dict[str, dict[str, str]]:
-    return {own["name"]: own for own in json.loads((folder / "acceptance.json").read_text())["steps"]}
+def found_in(output: Path) -> dict[str, dict[str, str]]:
+    found = json.loads((files_of(output) / "some" / "acceptance.json").read_text())
+    return {own["name"]: own for own in found["steps"]}
 
 
 @pytest.fixture
@@ -99,39 +126,63 @@ def in_background() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("in_background")
-def test_time_that_is_over_ends_no_record_and_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes steps up to the last second."""
+    monkeypatch.setattr(supervisor, "SHORTEST", 1.0)
+    monkeypatch.setattr(supervisor, "PACKING", 0.0)
+
+
+@pytest.mark.usefixtures("in_background", "no_reserve")
+def test_time_that_is_over_ends_no_record_and_fails_nothing(tmp_path: Path) -> None:
     """A program that takes too long says what it knows; what finds no time is skipped; everything is in the archive."""
-    monkeypatch.setattr("canzona_compile.tools.acceptance.supervisor.SHORTEST", 1.0)
-    monkeypatch.setattr("canzona_compile.tools.acceptance.supervisor.PACKING", 0.0)
     says = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('so far 3 of 9')"
     steps = [step("long", OneProgram(("{python}", "-c", says))), step("late", OnRanks(planted.good))]
     machine = AcceptedMachine("cpu", 1, ROOT)
     folder = tmp_path / "results"
-    assert accept(steps, machine, alone("cpu", 1), folder, (1,), time.monotonic() + 3) == 0
+    assert accept(steps, machine, alone("cpu", 1), folder, "some", (1,), time.monotonic() + 3) == 0
     found = found_in(folder)
     assert found["long"]["status"] == found["late"]["status"] == "skipped"
     assert "no time" in found["long"]["said"]
-    assert "so far 3 of 9" in (folder / "long.log").read_text()
-    with tarfile.open(tmp_path / "results.tar.gz") as archive:
-        assert {"results/acceptance.json", "results/acceptance.md", "results/long.log"} <= set(archive.getnames())
+    assert "so far 3 of 9" in (files_of(folder) / "some" / "long.log").read_text()
+    with tarfile.open(folder / "acceptance.tar.gz") as archive:
+        assert "results-files/some/long.log" in archive.getnames()
+
+
+@pytest.mark.usefixtures("forked", "no_reserve")
+def test_ranks_that_never_join_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "STARTING", 60.0)
+    monkeypatch.setattr(supervisor, "join", planted.never_joins)
+    begin, steps = time.monotonic(), [step("first", OnRanks(planted.good))]
+    accept(steps, AcceptedMachine("cpu", 1, ROOT), alone("cpu", 1), tmp_path / "out", "some", (1,), begin + 3)
+    assert time.monotonic() - begin < 50
+    assert found_in(tmp_path / "out")["first"]["status"] == "skipped"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_an_interrupt_leaves_an_archive(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "canzona_compile", "accept", "correctness", "--dry", "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "canzona_compile",
+        "accept",
+        "correctness",
+        "--dry",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with interrupts_reach_programs():  # these tests may run in the background
         started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with started as process:
-        page = tmp_path / "correctness" / "acceptance.json"
+        page = tmp_path / "out-files" / "correctness" / "acceptance.json"
         while process.poll() is None and not (page.exists() and json.loads(page.read_text())["steps"]):
             time.sleep(0.05)
         process.send_signal(number)
         said = process.communicate(timeout=120)[1].decode()
     assert process.returncode != 0, said
-    with tarfile.open(tmp_path / "correctness.tar.gz") as archive:
-        assert "correctness/acceptance.json" in archive.getnames()
+    with tarfile.open(tmp_path / "out" / "acceptance.tar.gz") as archive:
+        assert "out-files/correctness/acceptance.json" in archive.getnames()
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
@@ -159,13 +210,6 @@ def test_the_list_names_needs_and_reasons(capsys: pytest.CaptureFixture[str]) ->
     assert "NCCL" in said
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_has_steps_that_say_what_they_show(part: str) -> None:
-    for dry in (False, True):
-        assert all(own.shows and own.failing for own in all_steps(dry, part))
-        assert all_steps(dry, part)
-
-
 def test_a_record_of_each_test_is_written_at_once(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import os, signal, pytest\n"
@@ -184,12 +228,6 @@ def test_a_record_of_each_test_is_written_at_once(tmp_path: Path) -> None:
     assert records[0]["apart"] == 0.5
     assert "assert 1 == 2" in records[1]["said"]
     assert "not here" in records[2]["said"]
-
-
-def test_bits_are_asked_for_where_operators_are_the_same() -> None:
-    """On CUDA Muon's symmetric products are operators of this package, and matrices of equal shape are stacked."""
-    assert not same_operators(emitted("muon", (1, 2)))
-    assert same_operators(emitted("muon", (1, 2), matrices=2, machine=Machine("cpu", "gloo", 1)))
 
 
 WITHOUT = """if True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -20,10 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.acceptance.journal import AcceptanceJournal, counted
+from canzona_compile.tools.acceptance.journal import AcceptanceJournal, counted, files_of
 from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts, needed
 from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
-from canzona_compile.tools.acceptance.steps_audit import audit, last_audit
+from canzona_compile.tools.acceptance.steps_audit import audit
 from canzona_compile.tools.acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
 from canzona_compile.tools.acceptance.steps_machine import benchmarks, checked_memory, gpu_tests, machine_works, tuned
 from canzona_compile.tools.acceptance.supervisor import MARGIN, LocalRanks, Supervisor
@@ -32,6 +33,7 @@ from canzona_compile.tools.processes import RankPlace, backend_for, places_here
 log = logging.getLogger(__name__)
 
 FOLDER = "canzona-acceptance"
+SMOKE, WHOLE = "smoke", "all"
 # Seconds of the process groups' timeouts. One step waits for it, and no rank waits so long for a slow one.
 PATIENCE = {("cuda", "nccl"): 120.0, ("cuda", "gloo"): 60.0, ("cpu", "gloo"): 30.0}
 ON_FEW = (2, 4)  # numbers of ranks that show something, where there are not as many GPUs
@@ -58,7 +60,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="PATTERN",
         help="run only steps with matching names, such as 'audit/*'; may be repeated",
     )
-    add("--output", type=Path, default=Path(FOLDER), metavar="FOLDER", help="folder for all results (%(default)s)")
+    words = "folder for the page and the archive of all results (%(default)s); logs go to FOLDER-files"
+    add("--output", type=Path, default=Path(FOLDER), metavar="FOLDER", help=words)
     add(
         "--list", action="store_true", help="list the steps, what each shows and needs, and which would be skipped here"
     )
@@ -67,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(given: Namespace) -> int:
     """Take all steps, write down what each found, and return the exit code: 0 if none failed, 1 if one did.
 
-    Everything that was written lies in an archive beside the folder at the end, also after an interrupt.
+    Everything that was written lies in the archive at the end, also after an interrupt.
 
     Raises:
         CanzonaError: there is no CUDA device and this is no dry run, or an argument is wrong.
@@ -93,20 +96,20 @@ def run(given: Namespace) -> int:
                 hint="omit --ranks, or run without torchrun",
             )
     else:
-        worlds = ranks_here(given.ranks, device)
+        worlds = ranks_here((1,) if given.part == SMOKE and given.ranks is None else given.ranks, device)
         own = alone(device, max(worlds))
     machine = AcceptedMachine(device, max(worlds), checkout())
-    folder = given.output / (given.part or "")
     deadline = began + 60 * given.minutes if given.minutes else None
     with interrupted_by_signals():
-        return accept(steps, machine, own, folder, worlds, deadline)
+        return accept(steps, machine, own, given.output, given.part or WHOLE, worlds, deadline)
 
 
 def accept(
     steps: Sequence[AcceptanceStep],
     machine: AcceptedMachine,
     own: LocalRanks,
-    folder: Path,
+    output: Path,
+    part: str = WHOLE,
     worlds: Sequence[int] = (),
     deadline: float | None = None,
 ) -> int:
@@ -116,7 +119,8 @@ def accept(
         steps: in order, the same ones for every supervisor.
         machine: the machine.
         own: the ranks of this supervisor.
-        folder: for all results; it is made.
+        output: for the page and the archive; it is made.
+        part: the name of what is run.
         worlds: the numbers of ranks that take the steps, one after the other; all ranks if there are none.
         deadline: of the clock `time.monotonic`: what would not end by then is skipped, or ended.
 
@@ -124,10 +128,11 @@ def accept(
         0 if none failed, otherwise 1; on all supervisors alike.
     """
     worlds = tuple(worlds) or (machine.ranks,)
+    folder = files_of(output) / part
     folder.mkdir(parents=True, exist_ok=True)
     machines = {n: replace(machine, ranks=n, backend=own.of(n)[0].backend) for n in worlds}
     backends = {n: own.backend for n, own in machines.items()}
-    journal = AcceptanceJournal(folder, facts(machine, backends)) if own.first else None
+    journal = AcceptanceJournal(output, part, facts(machine, backends)) if own.first else None
     supervisor = Supervisor(own, machines, journal, folder.absolute(), deadline)
     try:
         for number, (step, ranks) in enumerate(taken(steps, machines)):
@@ -147,11 +152,18 @@ def correctness(dry: bool) -> Iterator[AcceptanceStep]:
 
     Then come cases that were found by reading to hang or to corrupt, then other layouts.
     """
-    yield from (*machine_works(), *first_layouts(), *audit(), *other_layouts(), *data_parallel(), *last_audit())
+    yield from (*machine_works(), *first_layouts(), *audit(), *other_layouts(), *data_parallel())
 
 
-# The parts of a whole run, in order. Each one can be run by itself.
+def smoke(dry: bool) -> Iterator[AcceptanceStep]:
+    """What one rank can tell in three minutes: its steps of `correctness`, and the tests of what runs programs."""
+    yield from (step for step in correctness(dry) if not RANKS & {*step.needs})
+    yield from gpu_tests(dry, "runtime")
+
+
+# The parts, in order; each one can be run by itself. A whole run has no smoke part: other parts have all of its steps.
 PARTS: Mapping[str, Callable[[bool], Iterator[AcceptanceStep]]] = {
+    SMOKE: smoke,
     "correctness": correctness,
     "tests": gpu_tests,
     "benchmarks": benchmarks,
@@ -167,7 +179,7 @@ def all_steps(dry: bool, part: str | None = None) -> list[AcceptanceStep]:
         dry: whether they are meant for a CPU.
         part: a name of `PARTS`; None for all of them.
     """
-    return [step for name in ([part] if part else PARTS) for step in PARTS[name](dry)]
+    return [step for name in ([part] if part else PARTS) if name != SMOKE or part for step in PARTS[name](dry)]
 
 
 def taken(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedMachine]) -> list[Taken]:
@@ -175,7 +187,8 @@ def taken(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedMachin
 
     Steps that need no ranks, and programs, are taken once. The others are taken by each number of ranks with which they
     show something: first the steps that fewer ranks could not take. A step that nothing here can take comes once, to
-    say why. What ends the ranks comes last, and once.
+    say why. What needs processes of its own comes after the others of the same number of ranks, and once: first what
+    ends them, then what needs other variables.
 
     Args:
         steps: in order.
@@ -184,17 +197,16 @@ def taken(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedMachin
     numbers, found = list(machines), list[Taken]()
     able = {step.name: [n for n in numbers if not machines[n].missing(step)] for step in steps}
     for n in numbers:
-        first, again, last = list[Taken](), list[Taken](), list[Taken]()
+        turns: tuple[list[Taken], ...] = ([], [], [], [])
         for step in steps:
-            with_these = able[step.name] or [numbers[-1]]
-            once = not RANKS & {*step.needs} or isinstance(step.work, OneProgram)
-            if isinstance(step.work, OnRanks) and step.work.ends_ranks:
-                last += [(step, n)] if n == with_these[-1] else []
-            elif n == with_these[0]:
-                first.append((step, n))
-            elif n in with_these and not once:
-                again.append((step, n))
-        found += [*first, *again, *last]
+            with_these, work = able[step.name] or [numbers[-1]], step.work
+            turn = int(n != with_these[0])
+            if isinstance(work, OnRanks) and (work.ends_ranks or work.variables):
+                turn = 3 if work.variables else 2
+            once = turn > 1 or not RANKS & {*step.needs} or isinstance(work, OneProgram)
+            if n == with_these[0] or (n in with_these and not once):
+                turns[turn].append((step, n))
+        found += itertools.chain(*turns)
     return found
 
 

@@ -18,23 +18,32 @@ from canzona_compile.tools.acceptance.step import StepResult
 
 SCHEMA = 1
 NAME = "acceptance"
+UNFINISHED = ".unfinished"
 FENCE = "`" * 6  # longer than any that a traceback may hold
 LONGEST = 20_000  # letters of one detail: the end says most
+
+
+def files_of(output: Path) -> Path:
+    """The folder for everything that is not meant to be carried away file by file."""
+    return output.with_name(f"{output.name}-files")
 
 
 class AcceptanceJournal:
     """What is known so far. A crash of the machine costs nothing that was added before.
 
     Args:
-        folder: where `acceptance.json` and `acceptance.md` go; it is there.
+        output: where the page and the archive go, and nothing else: a machine may give back a few files only.
+        part: what is run, the name of the folder in `files_of(output)` for its own page and `acceptance.json`.
         facts: about the machine, by name.
 
     Attributes:
         results: one per step that was begun, in order.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, str]) -> None:
-        self.folder, self.facts = folder, dict(facts)
+    def __init__(self, output: Path, part: str, facts: Mapping[str, str]) -> None:
+        self.output, self.folder, self.facts = output, files_of(output) / part, dict(facts)
+        for folder in (self.output, self.folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self.results: list[StepResult] = []
         self._began, self._complete = time.time(), False
         self._write()
@@ -46,8 +55,8 @@ class AcceptanceJournal:
 
     @property
     def page(self) -> Path:
-        """The file for people."""
-        return self.folder / f"{NAME}.md"
+        """The file for people, with what earlier parts found."""
+        return self.output / f"{NAME}.md"
 
     def add(self, result: StepResult) -> None:
         """Note a result, in the place of what was noted of the same step."""
@@ -62,10 +71,12 @@ class AcceptanceJournal:
         self._write()
 
     def pack(self) -> Path:
-        """Put the folder with everything in it into one archive beside it; the archive."""
-        path = self.folder.with_name(f"{self.folder.name}.tar.gz")
-        with tarfile.open(path, "w:gz") as archive:
-            archive.add(self.folder, self.folder.name)
+        """Put all files of this part and of earlier ones into the archive; the archive."""
+        path, files = self.output / f"{NAME}.tar.gz", files_of(self.output)
+        unfinished = files / f"{path.name}{UNFINISHED}"
+        with tarfile.open(unfinished, "w:gz") as archive:
+            archive.add(files, files.name, filter=lambda file: None if file.name.endswith(UNFINISHED) else file)
+        os.replace(unfinished, path)
         return path
 
     def _write(self) -> None:
@@ -81,11 +92,15 @@ class AcceptanceJournal:
             "steps": [asdict(result) for result in self.results],
         }
         replace(self.folder / f"{NAME}.json", json.dumps(whole, indent=1) + "\n")
-        replace(self.page, "\n".join(self._page_lines(f"Began {began}, {seconds:.0f} s.")) + "\n")
+        own = self.folder / f"{NAME}.md"
+        replace(own, "\n".join(self._page_lines(f"Began {began}, {seconds:.0f} s.")) + "\n")
+        pages = sorted(files_of(self.output).glob(f"*/{NAME}.md"), key=lambda path: path.stat().st_mtime, reverse=True)
+        replace(self.page, "\n".join(path.read_text(encoding="utf-8") for path in pages))
+        self.pack()
 
     def _page_lines(self, began: str) -> Iterator[str]:
         dry = self.facts.get("device") == "cpu"
-        yield from ("# canzona_compile: acceptance", "", verdict(self.results, self._complete), "")
+        yield from (f"# canzona_compile: acceptance, {self.folder.name}", "", verdict(self.results, self._complete), "")
         if dry:
             yield "This was a dry run on the CPU. It says nothing about a GPU: no step was recorded or measured."
             yield ""
@@ -105,7 +120,7 @@ class AcceptanceJournal:
 
 def replace(path: Path, text: str) -> None:
     """Write a file so that there is an old one or a new one at any time, also after a power cut."""
-    unfinished = path.with_suffix(f"{path.suffix}.unfinished")
+    unfinished = path.with_suffix(f"{path.suffix}{UNFINISHED}")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -121,8 +136,11 @@ def verdict(results: Sequence[StepResult], complete: bool) -> str:
     if not complete:
         last = results[-1].name if results else "the first step"
         return f"**Not complete**: {counted(results)}; `{last}` was the last step to begin."
-    failed = any(result.status == "failed" for result in results)
-    return f"**{'Something failed' if failed else 'Nothing failed'}**: {counted(results)}."
+    if wrong := [f"`{result.name}`" for result in results if result.wrong]:
+        return f"**Do not train with this**: {counted(results)}; wrong results in {', '.join(dict.fromkeys(wrong))}."
+    if any(result.status == "failed" for result in results):
+        return f"**Something failed**: {counted(results)}. No result that was compared is wrong; look at what failed."
+    return f"**Nothing failed**: {counted(results)}."
 
 
 def counted(results: Sequence[StepResult]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.errors import some
+from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.registration import NAMESPACE
@@ -191,7 +191,8 @@ class SideBySide:
             recorded: whether steps have to be recorded on CUDA. A case of recordings shows nothing without one.
 
         Raises:
-            WrongResult: they are further apart than that, or no step was recorded.
+            WrongResult: they are further apart than that.
+            CanzonaError: no step was recorded.
         """
         self._tally.add(self._steps, self.ours.leaves(), self.plain.leaves())
         report: Report = self.ours.optimizer.canzona.report()  # type: ignore[attr-defined]
@@ -199,7 +200,7 @@ class SideBySide:
         count = f"{self._steps} steps" + (f", {report.execution}" if cuda else "")
         found = self._found(count, not cuda or self._same_operators())
         if recorded and cuda and report.execution.startswith("call by call"):
-            raise WrongResult(f"no step was recorded; {found}", at=f"{self._name}, {self._layout}")
+            raise CanzonaError(f"no step was recorded; {found}", at=f"{self._name}, {self._layout}")
         return found
 
     def _same_operators(self) -> bool:

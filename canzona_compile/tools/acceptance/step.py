@@ -121,6 +121,7 @@ class StepResult:
         status: "running" until it has ended.
         said: what it found, or why it was skipped or failed.
         details: for failures: traceback, stack and last output, by rank.
+        wrong: whether it failed because what it computed is wrong.
         seconds: how long it took, with the start of processes.
     """
 
@@ -131,6 +132,7 @@ class StepResult:
     status: StepStatus
     said: str = ""
     details: tuple[tuple[str, str], ...] = ()
+    wrong: bool = False
     seconds: float = 0.0
 
     @property

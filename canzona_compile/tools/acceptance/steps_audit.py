@@ -77,6 +77,15 @@ def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
     return f"refused on every rank; {both.verdict(recorded=True)}"
 
 
+def measured_after_recording(rank: AcceptanceRank, layout: str) -> str:
+    """Measure two steps, which run call by call, after a recording was replayed, and replay it again."""
+    both = paired(rank, layout)
+    both.step(RECORDED)
+    both.ours.optimizer.canzona.measure(2)  # type: ignore[attr-defined]
+    both.step(RECORDED)
+    return both.verdict(recorded=True)
+
+
 def two_optimizers(rank: AcceptanceRank, layout: str) -> str:
     """Step two recorded optimizers by turns, and one of them twice now and then."""
     first, second = paired(rank, layout), paired(rank, layout, seed=1)
@@ -130,6 +139,12 @@ def on(layout: str) -> Iterator[AcceptanceStep]:
             moving_gradients,
             "gradients may move, at different times on different ranks, as `zero_grad()` makes them",
             HANG + CORRUPTION,
+        ),
+        (
+            "measured-after-recording",
+            measured_after_recording,
+            "steps can be measured at any time, and recordings go on afterwards",
+            "A replay used what measured steps left behind: do not call `measure()` in a training. " + CORRUPTION,
         ),
         (
             "loaded-in-mid-run",
@@ -197,10 +212,6 @@ def audit() -> Iterator[AcceptanceStep]:
             ("cuda",),
             300.0,
         )
-
-
-def last_audit() -> Iterator[AcceptanceStep]:
-    """What ends the processes that it runs in."""
     yield AcceptanceStep(
         "audit/peer-that-stays-away/fsdp",
         "ranks that lose a peer end; they do not wait for ever",

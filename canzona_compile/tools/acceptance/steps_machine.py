@@ -31,6 +31,11 @@ QWEN3 = (
     *("1x2048x2048", "7x2048x2048", "1x2048x6144", "10x2048x6144", "7x1024x2048", "7x1024x1024", "10x1024x3072"),
     *("1x4096x4096", "9x4096x4096", "1x4096x12288", "13x4096x12288", "9x1024x4096"),
 )
+# Of `benchmarks/gpu.py`: stacks for Newton-Schulz, single products, and a layer of Qwen3-1.7B. In at most 2.5 minutes.
+BENCHMARKED = (
+    *("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "2x2048x2048", "3x2048x6144"),
+    *("1x1024x1024", "1x1536x1536", "1x2048x2048", "1x3072x3072", "1x6144x6144", "1x8192x8192"),
+)
 ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 PROFILED = "launch or trace"  # tests that use the profiler, which a sanitizer takes the place of
 SLOW = 3600.0
@@ -130,21 +135,23 @@ def two_communicators(rank: AcceptanceRank) -> str:
     return f"{ORDER}={os.environ.get(ORDER, 'not set')}"
 
 
-def gpu_tests(dry: bool) -> Iterator[AcceptanceStep]:
+def gpu_tests(dry: bool, room: str = "") -> Iterator[AcceptanceStep]:
     """The repository's tests on a device, several at a time where pytest-xdist is installed.
 
     Args:
         dry: whether they run without a device, where each of them is skipped and says so.
+        room: take only the tests of this one.
     """
+    files = [path for path in files_of_gpu_tests() if path.startswith(f"tests/{room}")]
     workers = 2 if dry else WORKERS
     beside = ("-n", str(workers), "--dist", "worksteal") if find_spec("xdist") else ()
     record = ("-p", "canzona_compile.tools.acceptance.recorded_tests", "--record", "{output}/tests.jsonl")
     yield AcceptanceStep(
-        "tests/gpu",
+        f"tests/{room or 'gpu'}",
         "kernels, streams and recordings do on one GPU what their tests say",
-        "The failed test names what is wrong. `tests/kernels`: results may be wrong wherever the kernel is used. "
-        "`tests/runtime`: the order of streams, recordings, or waits of the host.",
-        OneProgram(("{python}", *PYTEST, "-rfE", "--tb=short", *beside, *record, *files_of_gpu_tests())),
+        "Look at the failed test, and at what it asserts: the test may be out of date. `tests/kernels`: results may be "
+        "wrong wherever the kernel is used. `tests/runtime`: the order of streams, recordings, or waits of the host.",
+        OneProgram(("{python}", *PYTEST, "-rfE", "--tb=short", *beside, *record, *files)),
         (*on_cuda(dry), "triton", "pytest", "repository"),
         SLOW / 2,
     )
@@ -166,21 +173,22 @@ def checked_memory(dry: bool) -> Iterator[AcceptanceStep]:
 
 def tuned(dry: bool) -> Iterator[AcceptanceStep]:
     """The products of Qwen3's matrices, those of the smaller models first."""
-    yield AcceptanceStep(
-        "measured/tune",
-        "the kernels that beat the library here are found, correct, and saved for later runs",
-        "A wrong candidate is refused, which is not a failure. " + UNMEASURED + "The table of published figures stays.",
-        OneProgram(
-            (*("{python}", "-m", "canzona_compile", "tune", *QWEN3), "--output", "{output}", "--minutes", "{minutes}"),
-            ("--dry",),
-        ),
-        (*on_cuda(dry), "triton"),
-        SLOW / 2,
-    )
+    shows = "the kernels that beat the library here are found, correct, and saved for later runs"
+    yield tuning(dry, "tune", shows, SLOW / 2, *QWEN3)
+
+
+def tuning(dry: bool, name: str, shows: str, limit: float, *arguments: str) -> AcceptanceStep:
+    """A step that tunes kernels for some matrices."""
+    command = ("{python}", "-m", "canzona_compile", "tune", "--output", f"{{output}}/{name}", "--minutes", "{minutes}")
+    failing = "A wrong candidate is refused, which is not a failure. " + UNMEASURED
+    work = OneProgram((*command, *arguments), ("--dry",))
+    return AcceptanceStep(f"measured/{name}", shows, failing, work, (*on_cuda(dry), "triton"), limit)
 
 
 def benchmarks(dry: bool) -> Iterator[AcceptanceStep]:
-    """Kernels and steps beside those of others, then the rates of this machine."""
+    """Kernels and steps beside those of others, once the kernels that are best here are known; then rates."""
+    shows = "the kernels that beat the library for the benchmark's matrices are found, and the benchmark uses them"
+    yield tuning(dry, "tune-benchmark", shows, 180.0, "--dtype", "bfloat16", "--rounds", "5", *BENCHMARKED)
     yield AcceptanceStep(
         "measured/benchmark",
         "how long a step takes compared with torch.compile on this GPU",

@@ -28,7 +28,14 @@ import torch
 from canzona_compile.compat.torch_private import Store
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
 from canzona_compile.tools.acceptance.machine import AcceptedMachine
-from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OneProgram, OnRanks, StepResult
+from canzona_compile.tools.acceptance.step import (
+    AcceptanceRank,
+    AcceptanceStep,
+    OneProgram,
+    OnRanks,
+    StepResult,
+    WrongResult,
+)
 from canzona_compile.tools.processes import CallEnd, RankPlace, Worker, collect, join_ranks, stacks, tail
 
 log = logging.getLogger(__name__)
@@ -76,7 +83,8 @@ class RankEnd(NamedTuple):
 
     Attributes:
         rank: which one.
-        status: "passed", "failed", "hung" if it did not end in time, or "died" if its process ended.
+        status: "passed", "failed", "wrong" if what it computed is wrong, "hung" if it did not end in time, or "died" if
+            its process ended.
         said: what it found, or what was wrong.
         details: a traceback, or the stacks of its threads.
     """
@@ -94,7 +102,7 @@ class Supervisor:
         local_ranks: which of the ranks are this one's.
         machines: the machine, by the number of ranks that take a step.
         journal: takes the results; None on all but the first supervisor.
-        folder: for logs and results of programs.
+        folder: for logs and results of programs; it is there.
         deadline: of the clock `time.monotonic`: what is not done by then is ended; None if there is none.
 
     Attributes:
@@ -197,7 +205,8 @@ class Supervisor:
         begin = time.monotonic()
         if not self._workers:
             self._start(work.variables, ranks)
-            met = collect(self._workers, "join the process group", STARTING, GRACE, spoiled)
+            starting = min(STARTING, limit) if self.deadline else STARTING
+            met = collect(self._workers, "join the process group", starting, GRACE, spoiled)
             ends = [replace(e, said=f"{NOT_JOINED}: {e.said}") if e.how == "raised" else e for e in met]
         if all(end.how == "returned" for end in ends):
             work = replace(work, args=tuple(self._folder_in(arg) for arg in work.args))
@@ -209,7 +218,8 @@ class Supervisor:
         where = dict(zip(late, stacks(late) if late else (), strict=True))
         for end in ends:
             said = str(end.value) if end.how == "returned" else end.said
-            told = [STATUS[end.how], said, where.get(end.process, end.details)]
+            status = "wrong" if isinstance(end.value, WrongResult) else STATUS[end.how]
+            told = [status, said, where.get(end.process, end.details)]
             store.set(f"{number}/rank {self._workers[end.process].rank}", json.dumps(told))
         keys = [f"{number}/rank {rank}" for rank in range(ranks)]
         store.wait(keys, timedelta(seconds=STARTING + limit + MARGIN))
@@ -281,7 +291,7 @@ def judged(step: AcceptanceStep, ends: list[RankEnd], count: int) -> StepResult:
     """The result of a step that `count` ranks took, from how it ended on each of them."""
     ranks = isinstance(step.work, OnRanks)
     dying = isinstance(step.work, OnRanks) and step.work.ends_ranks
-    order = ("failed", "died", "hung")  # a rank that hangs mostly waits for one that failed
+    order = ("wrong", "failed", "died", "hung")  # a rank that hangs mostly waits for one that failed
     wrong = [end for end in ends if end.status in order and not (dying and end.status == "died")]
     wrong.sort(key=lambda end: order.index(end.status))
     if not wrong:
@@ -289,7 +299,8 @@ def judged(step: AcceptanceStep, ends: list[RankEnd], count: int) -> StepResult:
         return StepResult.of(step, count, "passed", " / ".join(said))
     lines = [f"{f'rank {end.rank} ' if ranks else ''}{end.status}: {end.said}" for end in wrong]
     details = tuple((f"rank {end.rank}, {end.status}", end.details) for end in wrong if end.details)
-    return replace(StepResult.of(step, count, "failed", "\n".join(lines)), details=details)
+    found = StepResult.of(step, count, "failed", "\n".join(lines))
+    return replace(found, details=details, wrong=wrong[0].status == "wrong")
 
 
 # -- in the process of a rank ----------------------------------------------------------------------
