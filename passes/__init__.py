@@ -145,7 +145,7 @@ def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = fr
         symmetric: (family, leaf) of the owners' state that is symmetric now.
     """
     exact, plan = options.numerics == "exact", options.plan
-    form_groups = FormMicroGroups(options.capacity, options.micro_groups, options.depth, exact)
+    form_groups = FormMicroGroups(options.any_capacity, options.micro_groups, options.depth, exact, options.agreed)
     return [
         form_groups if plan is None else FollowGroups(plan),
         FuseCollectives(),

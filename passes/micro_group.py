@@ -46,6 +46,7 @@ class FormMicroGroups:
 
     Attributes:
         capacity: the most bytes that a micro-group gathers to one rank.
+        agreed: by the global ranks of a grid, the capacity that they have instead.
         groups: how many micro-groups a grid should have; if None, the prediction decides.
         depth: how many micro-groups are in flight at once.
         exact: whether the step uses exact numerics, which decides what can be stacked.
@@ -55,6 +56,7 @@ class FormMicroGroups:
     groups: int | None = None
     depth: int = 2
     exact: bool = True
+    agreed: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     name: ClassVar[str] = "micro-group"
     requires: ClassVar[Form] = Form.OWNED
@@ -80,8 +82,9 @@ class FormMicroGroups:
         orders = [tasks]
         if step.machine.device != "cpu":  # where a stack fills processors that one product leaves idle
             orders.append(sorted(tasks, key=lambda t: (-placed[t.placed].flops, t.placed, t.index)))
+        capacity = dict(self.agreed).get(grid.members(), self.capacity)
         limits = [max(math.ceil(total / count), largest) for count in counts]
-        plans = [pack(order, placed, limit, self.capacity) for limit in limits for order in orders]
+        plans = [pack(order, placed, limit, capacity) for limit in limits for order in orders]
         rates, machine = rates_of(step.machine, grid.members()), step.machine
         cuts = {t.placed for t in tasks}
         computed = {n: with_own_products(placed[n], machine) for n in cuts}

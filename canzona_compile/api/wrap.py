@@ -49,7 +49,7 @@ def wrap(
     replicate: DeviceMesh | ProcessGroup | None = None,
     strategy: StrategyOption = "auto",
     numerics: Numerics = "exact",
-    capacity: int = 512 * 2**20,
+    capacity: int | None = None,
     micro_groups: int | None = None,
     depth: int = 2,
     missing_grads: MissingGrads = "skip",
@@ -80,6 +80,8 @@ def wrap(
             the algorithm and the precisions, and computes one half of symmetric products. "fast" also allows rewrites
             that change rounding.
         capacity: the most bytes that one micro-group gathers to one rank; a larger matrix is a micro-group of its own.
+            None takes 512 MiB; on CUDA ranks that share matrices choose it before their first plan, by the memory
+            that is free on the rank with least, and keep it.
         micro_groups: how many micro-groups to aim at; None chooses by predicted time.
         depth: how many micro-groups are in flight at once; with 1 nothing overlaps.
         missing_grads: "skip" skips parameters whose `grad` is None, as the plain optimizer does; it is an error

@@ -32,7 +32,7 @@ from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
 from canzona_compile.ir.layout import local_part
-from canzona_compile.ir.options import MissingGrads, Numerics
+from canzona_compile.ir.options import CAPACITY, MissingGrads, Numerics
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.split import Split
 from canzona_compile.machine.hardware import Hardware
@@ -54,7 +54,7 @@ def zero1(
     reduce_dtype: torch.dtype | None = None,
     gather: GatherAt = "step",
     numerics: Numerics = "exact",
-    capacity: int = 512 * 2**20,
+    capacity: int = CAPACITY,
     micro_groups: int | None = None,
     depth: int = 2,
     missing_grads: MissingGrads = "skip",
@@ -88,7 +88,7 @@ def zero1(
             parameters just before it runs. Then all else that reads parameters must come after
             `optimizer.canzona.synchronize()`.
         numerics: as in `wrap`.
-        capacity: as in `wrap`.
+        capacity: as in `wrap`, but 512 MiB by default on CUDA, too: the plan is made before the first step.
         micro_groups: as in `wrap`.
         depth: as in `wrap`.
         hardware: as in `wrap`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from torch.distributed import ProcessGroup
@@ -20,6 +20,9 @@ Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
 # Arguments of `wrap` that it converts before it makes `Options` of them: it reads files and computes names.
 NOT_YET_OPTIONS = ("split", "layout", "model", "hardware", "plan")
+CAPACITY = 512 * 2**20  # bytes, where nobody knows how much memory is free
+LARGEST_CAPACITY = 2**30  # bytes; beyond this, larger micro-groups are hardly faster
+SHARE = 32  # of free memory; a step's buffers are up to eight times the capacity, with two micro-groups in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Options:
         numerics: "exact" keeps every bit of the plain optimizer on one device; on CUDA it may change the order of
             sums in symmetric products. "fast" also allows rewrites that change rounding: batched matrix products
             wherever they exist, and iterations on Gram matrices, in float16 if the matrices have 16 bits.
-        capacity: the most bytes that one micro-group may gather to its busiest owner rank.
+        capacity: the most bytes that one micro-group may gather to its busiest owner rank; None chooses it by the
+            memory that is free before the first plan on CUDA, and takes `CAPACITY` elsewhere.
         micro_groups: how many micro-groups to aim at per set of ranks; None picks the number by predicted time.
         depth: how many micro-groups are in flight at once. With 1, gather, compute and scatter never overlap.
         missing_grads: with "skip", a parameter whose `grad` is None on all ranks is left alone, and it is an error
@@ -51,6 +55,7 @@ class Options:
         cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them if that is possible.
         audit: the number of steps after which one matrix of each kind is compared with the plain optimizer's; None for
             no audit.
+        agreed: by the global ranks of a grid, the capacity that they chose; empty until they have.
 
     Raises:
         CanzonaError: an option has an impossible value.
@@ -59,7 +64,7 @@ class Options:
     replicate: DeviceMesh | ProcessGroup | None = None
     strategy: StrategyOption = "auto"
     numerics: Numerics = "exact"
-    capacity: int = 512 * 2**20
+    capacity: int | None = None
     micro_groups: int | None = None
     depth: int = 2
     missing_grads: MissingGrads = "skip"
@@ -74,11 +79,17 @@ class Options:
     plan: PlanFile | None = None
     cuda_graphs: bool = True
     audit: int | None = None
+    agreed: tuple[tuple[tuple[int, ...], int], ...] = field(default=(), compare=False)
+
+    @property
+    def any_capacity(self) -> int:
+        """The capacity of ranks that have not agreed on one: the one that was given, or the least that is known."""
+        return self.capacity or min((size for _, size in self.agreed), default=CAPACITY)
 
     @property
     def text(self) -> str:
         """The options that must be equal on all ranks, as text for comparison."""
-        apart = ("replicate", "split", "layout", "names", "prefix", "hardware", "plan", "cuda_graphs")
+        apart = ("replicate", "split", "layout", "names", "prefix", "hardware", "plan", "cuda_graphs", "agreed")
         names = [f.name for f in fields(self) if f.name not in apart]
         splits = [f"{pattern} is {split}" for pattern, split in self.split]
         if self.plan is not None:
@@ -110,7 +121,7 @@ class Options:
             )
         for name in ("capacity", "depth", "micro_groups", "audit"):
             value = getattr(self, name)
-            if name in ("micro_groups", "audit") and value is None:
+            if name != "depth" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise CanzonaError(f"{name}={value!r} is not a positive integer", at=f"the option {name}")
@@ -124,3 +135,8 @@ class Options:
                 f"replicate= takes a one-dimensional mesh; this one has {self.replicate.ndim} dims",
                 hint="pass one dim of it, mesh['dp'], or flatten the dims that replicate",
             )
+
+
+def capacity_within(free: int) -> int:
+    """The capacity for so many bytes of free memory: a power of two, so that runs with nearly as much choose alike."""
+    return min(LARGEST_CAPACITY, 1 << max(1, free // SHARE).bit_length() - 1)

@@ -39,7 +39,7 @@ def facts_of(session: Session) -> Facts:
         numerics=options.numerics,
         variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
         rank_programs=len(driver.programs),
-        capacity=options.capacity,
+        capacity=options.any_capacity,
         memory=step_memory(driver.programs, session.rank, driver.first_buffers),
         execution=driver.last.executor.how,
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,

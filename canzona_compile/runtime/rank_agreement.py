@@ -61,7 +61,9 @@ class RankAgreement:
         if error is not None:
             raise error
 
-    def compare(self, owned: Step, options: str, present: Mapping[str, str]) -> None:
+    def compare(
+        self, owned: Step, options: str, present: Mapping[str, str], capacity: int = 0
+    ) -> tuple[tuple[Ranks, int], ...]:
         """Compare plans, and which kernels compute them, among the ranks that run them together. This is a collective.
 
         A rank may hold further parameters on other meshes. So if there are several sets of ranks, each set compares
@@ -72,6 +74,10 @@ class RankAgreement:
             options: the options as text.
             present: for each task, in the order of the plan, what it has on this step: "a gradient",
                 "a first gradient" or "no gradient".
+            capacity: the one that this rank proposes; 0 for none.
+
+        Returns:
+            For each set of ranks, the least capacity that one of them proposes; empty if this rank proposes none.
 
         Raises:
             InvalidGradient: some ranks have gradients that others lack. All ranks of the set raise.
@@ -80,6 +86,7 @@ class RankAgreement:
         tell("comparing the plan with those of other ranks")
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
         error: CanzonaError | None = None
+        found: dict[Ranks, int] = {}
         for ranks in sorted(grids):
             own = [t for t in owned.tasks if t.layout.grid.members() == ranks]
             names = {t.name for t in own}
@@ -90,14 +97,14 @@ class RankAgreement:
                 lines.append(show(owned))
             else:
                 lines += [f"{t.name} {list(t.shape)} {t.placed} {t.layout.placements} owner {t.owner}" for t in own]
-            error = self._agree(
-                ranks,
-                "\n".join(lines),
-                error,
-                f"no gradient for {', '.join(bare)}" if bare else "every gradient is there",
-            )
+            missing = f"no gradient for {', '.join(bare)}" if bare else "every gradient is there"
+            try:
+                found[ranks] = self._agreement_of(ranks).agree("\n".join(lines), error, missing, capacity)
+            except CanzonaError as problem:  # for the next set, whose ranks may not be members of this one
+                error = problem
         if error is not None:
             raise error
+        return tuple(found.items()) if capacity else ()
 
     def compare_copies(self, copies: Sequence[Copy]) -> None:
         """Compare copies of parameters and gradients among the ranks that hold them. This is a collective.
@@ -133,13 +140,13 @@ class RankAgreement:
         if error is not None:
             raise error
 
-    def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None, missing: str = "") -> CanzonaError | None:
+    def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
         """Agree within one set of ranks and return the error that it raises, or None.
 
         The caller passes this error on to the next set, whose ranks may not be members of this one.
         """
         try:
-            self._agreement_of(ranks).agree(text, error, missing)
+            self._agreement_of(ranks).agree(text, error)
         except CanzonaError as found:
             return found
         return None

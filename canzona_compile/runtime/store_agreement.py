@@ -90,19 +90,24 @@ class StoreAgreement:
         self._take_number()
         return told
 
-    def agree(self, text: str, error: CanzonaError | None, missing: str = "") -> None:
+    def agree(self, text: str, error: CanzonaError | None, missing: str = "", least: int = 0) -> int:
         """Compare the plans of all members before the first step of a plan. This is a collective.
 
         Args:
             text: the plan as text, line by line.
             error: the error that kept this rank from making a plan; None if it made one.
             missing: what `about` names that this rank lacks; the plan as text differs where this does.
+            least: a number of this rank, which need not be that of the others.
+
+        Returns:
+            The least number of any member.
 
         Raises:
             CanzonaError: a member failed, or the plans differ. Every member raises.
         """
-        if len(set(self.share(hash_of(text), error))) == 1:
-            return
+        hashes, numbers = zip(*(told.split() for told in self.share(f"{hash_of(text)} {least}", error)), strict=True)
+        if len(set(hashes)) == 1:
+            return min(map(int, numbers))
         told = [json.loads(t) for t in self.share(json.dumps([text, missing]))]
         if len({lacking for _, lacking in told}) > 1:
             raise self._disagreement({rank: own for rank, (_, own) in zip(self.ranks, told, strict=True)})

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.nodes import interpreted_template
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.options import Options
+from canzona_compile.ir.options import Options, capacity_within
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template
 from canzona_compile.machine.hardware import Hardware, Machine
@@ -234,6 +234,24 @@ def lower(
         templates=tuple(t for t in step.templates if t.name in templates),
     )
     return run(part, lowering_passes(options, symmetric), observers)
+
+
+def proposed_capacity(owned: Step, device: torch.device, every: Sequence[Options]) -> int:
+    """The capacity that this rank proposes for a plan: one of before, or by the memory that is free; 0 for none.
+
+    Buffers stay between steps, so what a forward and a backward pass needed at most so far is not free.
+
+    Args:
+        owned: the step of the plan.
+        device: of the parameters.
+        every: the options of the optimizer that plans, and of those that step with it, which have the same capacity.
+    """
+    if every[0].capacity is not None or every[0].plan is not None or owned.machine.device != "cuda":
+        return 0
+    if known := [size for options in every for _, size in options.agreed]:
+        return min(known)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return capacity_within(torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def whole(plan: Plan, options: Options) -> Step:

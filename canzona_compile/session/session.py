@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -32,7 +33,7 @@ from canzona_compile.session.checkpoints import is_dummy_step, undone
 from canzona_compile.session.compared import ChangeKind, StepChange
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.params import check_params, named_params, notice_data_parallel
-from canzona_compile.session.plan import Plan, make_plan, whole
+from canzona_compile.session.plan import Plan, make_plan, proposed_capacity, whole
 from canzona_compile.session.portable_state import PortableState, given_back_on_error
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.views.given_layout import check_marked, shardings_of
@@ -289,7 +290,11 @@ class Session(PortableState):
             with self.telling(driver):
                 has = driver.begin()
             agreement.report(members, problem_of(driver.check))
-            agreement.compare(plan.owned, self.options.text, has)
+            sessions = (self,) if self.siblings is None else self.siblings.sessions
+            proposed = proposed_capacity(plan.owned, self.device, [self.options, *(s.options for s in sessions)])
+            agreed = agreement.compare(plan.owned, self.options.text, has, proposed)
+            self.options = replace(self.options, agreed=agreed or self.options.agreed)
+            driver.use(self.options)
             if not self._in_dummy_step:  # a checkpoint may be loaded after it and make the copies equal
                 copied = [t for t in plan.owned.tasks if t.layout.grid.replicas > 1]
                 agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])

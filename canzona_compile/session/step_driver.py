@@ -141,6 +141,10 @@ class StepDriver:
         dtype = bound.kind.grad_dtype
         return "" if dtype == bound.param.dtype else f" in {dtype}".replace("torch.", "")
 
+    def use(self, options: Options) -> None:
+        """Make programs with these options from now on."""
+        self._maker.options = options
+
     def check(self) -> None:
         """Check the gradients of the first step of the plan, after `begin`, and make the objects of resident tasks.
 

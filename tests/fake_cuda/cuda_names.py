@@ -114,6 +114,9 @@ NAMED: dict[str, Callable[..., Any]] = {
     "memory_allocated": lambda device=None: own(device).held,
     "set_sync_debug_mode": lambda mode: setattr(own(), "sync_mode", mode),
     "_sleep": lambda cycles: None,  # the seed decides how long work takes
+    "mem_get_info": lambda device=None: (current_device().room, 1 << 40),
+    "memory_reserved": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
     "synchronize": lambda device=None: own(device).finish_all(),
 }
 

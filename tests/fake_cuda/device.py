@@ -109,6 +109,7 @@ class FakeDevice:
         self.workspaces: dict[Queue, Workspace] = {}
         self.free: dict[Queue, list[Tensor]] = {}  # by maker, memory that it may use anew
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
+        self.room = 1 << 40  # bytes that are free before the first plan
         self.held = self.most = 0  # bytes of tensors that are alive and of pools, now and at most
         self.calls: Counter[str] = Counter()  # of names of `torch.cuda`, and of replays
         self.launches: Counter[str] = Counter()  # of work that was put on a stream, by name

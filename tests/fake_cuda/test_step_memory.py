@@ -6,19 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import canzona_compile
+from canzona_compile.ir.options import LARGEST_CAPACITY, SHARE, Options, capacity_within
+from canzona_compile.machine.hardware import Machine
 from canzona_compile.report.units import format_bytes
+from canzona_compile.session.plan import proposed_capacity
 from canzona_compile.session.step_memory import StepMemory
 from tests.fake_cuda import trainings
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.rank_programs import torch_alone
 from tests.fake_cuda.test_trainings import reload
-from tests.fake_cuda.trainings import Script, plain_training, run_script
+from tests.fake_cuda.trainings import Script, plain_training, run_script, wrong
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 
@@ -160,3 +164,59 @@ def test_recordings_of_several_programs_take_what_the_largest_takes() -> None:
         recordings = {step.said.recordings for step in own}
         assert len(recordings) == 1
         assert own[-1].held - own[-1].said.buffers == recordings.pop()
+
+
+def chosen_by(rooms: tuple[int, int]) -> tuple[int, str, int]:
+    """What two ranks with so much free memory choose: capacity and plan; and the bytes of the buffers of both."""
+    found: dict[int, set[tuple[int, str, int]]] = {}
+
+    def look(optimizer: Any) -> None:
+        if not canzona_compile.is_wrapped(optimizer):
+            return
+        device = current_device()
+        if optimizer.canzona.session.driver is not None:
+            report, plan = optimizer.canzona.report(), optimizer.canzona.plan()
+            found[device.index].add((report.capacity, plan.fingerprint, report.memory.buffers))
+            reload(optimizer)
+        device.room = 1 << 40 if device.index in found else rooms[device.index]
+        found.setdefault(device.index, set())
+
+    with larger_matrices(), torch_alone():
+        script = Script("muon", TWO, 5, edits={0: look, 2: look, 4: look}, options={"strategy": "owner"})
+        results = run_script(script, None, plain_training(script))
+    assert all(result.distance < 2e-3 for result in results)
+    ((*first, one),), ((*second, other),) = found[0], found[1]  # later plans keep the capacity, though more is free
+    assert first == second
+    return (*first, one + other)
+
+
+def test_the_rank_with_the_least_free_memory_decides_on_buffers() -> None:
+    most, plan, large = chosen_by((1 << 40, 1 << 40))
+    least, other, small = chosen_by((1 << 40, 600_000))
+    assert (most, least) == (LARGEST_CAPACITY, 2**14)
+    assert plan != other
+    assert small < large
+
+
+def test_what_is_given_or_known_decides_before_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"mem_get_info": (2**30, 2**40), "memory_reserved": 3 * 2**30, "max_memory_allocated": 2 * 2**30}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+
+    def proposed(*options: Options, device: str = "cuda") -> int:
+        owned: Any = SimpleNamespace(machine=Machine(device, "", 1))
+        return proposed_capacity(owned, torch.device(device), options)
+
+    assert proposed(Options()) == 2 * 2**30 // SHARE, "what the passes before needed at most is not free"
+    assert proposed(Options(), Options(agreed=(((0, 1), 4096),))) == 4096
+    assert proposed(Options(), device="cpu") == proposed(Options(capacity=64)) == 0
+    followed: Any = object()
+    assert proposed(Options(plan=followed)) == 0
+
+
+@pytest.mark.parametrize("free", [0, 1, 33, 10**6, 10**9, 80 * 10**9, 10**12])
+def test_a_capacity_is_a_power_of_two_and_never_more_than_what_is_free(free: int) -> None:
+    chosen = capacity_within(free)
+    assert chosen.bit_count() == 1
+    assert chosen <= max(1, free // SHARE)
+    assert chosen == LARGEST_CAPACITY or 2 * chosen > free // SHARE

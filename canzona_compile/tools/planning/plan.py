@@ -15,7 +15,7 @@ from canzona_compile.api.chains.chain import Chain
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
-from canzona_compile.ir.options import Numerics, Options, StrategyOption
+from canzona_compile.ir.options import CAPACITY, Numerics, Options, StrategyOption
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
@@ -80,7 +80,7 @@ def plan(
         split: the fused weights of a preset to split into matrices: "qkv", "gate-up", both, or "none".
         strategy: option of `wrap`.
         planner: option of `wrap`; here also "exact".
-        capacity: option of `wrap`.
+        capacity: option of `wrap`; 512 MiB by default.
         micro_groups: option of `wrap`.
         depth: option of `wrap`.
         numerics: option of `wrap`.
@@ -118,7 +118,7 @@ def plan(
     options = Options(
         strategy="owner" if updates == "zero1" else strategy,
         numerics=numerics,
-        capacity=Options().capacity if capacity is None else capacity,
+        capacity=CAPACITY if capacity is None else capacity,
         micro_groups=micro_groups,
         depth=depth,
         planner=planner,
