@@ -22,7 +22,7 @@ from tests.fake_cuda import trainings
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.rank_programs import torch_alone
 from tests.fake_cuda.test_trainings import reload
-from tests.fake_cuda.trainings import Script, plain_training, run_script, wrong
+from tests.fake_cuda.trainings import Script, plain_training, run_script
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 
