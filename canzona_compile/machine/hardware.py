@@ -91,7 +91,8 @@ class Hardware:
         product_calls: seconds that a call of a matrix product costs beside its arithmetic, by dtype; `launch` where
             none is given. On CPU a library then chooses its code, which takes longer than a small product itself.
         host: seconds that a rank's processor spends per matrix on a step's bookkeeping: it looks up gradients and
-            state, and chooses the code. 0 where the host does that while a device computes.
+            state, and chooses the code. Where a device computes, the host does that meanwhile, and the step takes at
+            least as long.
         node, network: links within and between nodes.
         sources: of each rate, by the name of its field: a public figure, or how it was measured.
         measured: names of the fields that were measured on the machine itself; the others are assumed.

@@ -1,7 +1,7 @@
 """What steps are predicted to take. The report shows no other prediction than this one, by the simulation.
 
-The host's bookkeeping is part of the simulation's prepare and is taken out of it here, because a clock sees it
-elsewhere.
+On CPU the host's bookkeeping is part of the simulation's prepare and is taken out of it here, because a clock sees it
+elsewhere. On a device it runs beside the other phases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.figures import Span
 from canzona_compile.simulation.model_passes import backward_pass, bucket_load, forward_pass
-from canzona_compile.simulation.simulate import simulate
+from canzona_compile.simulation.simulate import matrices_by_rank, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,11 @@ def predict(step: Step, hardware: Hardware) -> Prediction:
     """Simulate a step, at least SCHEDULED, with the rates of a machine."""
     found = simulate(step, hardware)
     phases = by_phase(dict(found.acts))
-    held: dict[int, int] = defaultdict(int)  # by rank, how many matrices it keeps books of
-    for task in step.tasks:
-        for rank in task.layout.grid.members():
-            held[rank] += 1
-    if held and "prepare" in phases:
-        books = min(phases["prepare"], hardware.host * statistics.fmean(held.values()))
-        phases["prepare"] -= books
-        phases["look"] = books
+    if (held := matrices_by_rank(step)) and "prepare" in phases:
+        phases["look"] = hardware.host * statistics.fmean(held.values())
+        if not hardware.overlap:
+            phases["look"] = min(phases["prepare"], phases["look"])
+            phases["prepare"] -= phases["look"]
     seconds = found.seconds
     if step.buckets:
         loads, ranks = [bucket_load(b, 0.0, 0.0, hardware) for b in step.buckets], step.buckets[0].ranks

@@ -8,7 +8,7 @@ decides nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -69,7 +69,16 @@ def simulate(step: Step, hardware: Hardware, *, shown: Collection[int] = ()) -> 
     spans = tuple(sorted(outcome.spans, key=lambda s: (s.rank, s.start, s.stream)))
     sent = tuple((group, str(phase), total) for (group, phase), total in player.totals.items())
     acts = tuple(seconds_by_act(player, outcome, visible).items())
-    return Simulation(outcome.seconds, summaries, tuple(sorted(visible)), spans, tuple(memory), sent, acts)
+    books = max(matrices_by_rank(step).values(), default=0) * hardware.host if hardware.overlap else 0.0
+    return Simulation(max(outcome.seconds, books), summaries, tuple(sorted(visible)), spans, tuple(memory), sent, acts)
+
+
+def matrices_by_rank(step: Step) -> Counter[int]:
+    """Count the matrices that each rank keeps books of: those that it holds a fragment of."""
+    held: Counter[int] = Counter()
+    for grid, number in Counter(task.layout.grid for task in step.tasks).items():
+        held.update(dict.fromkeys(grid.members(), number))
+    return held
 
 
 def chosen(groups: Collection[GroupTraffic], ranks: int) -> frozenset[int]:

@@ -117,7 +117,9 @@ def traffic(
     if Phase.EXCHANGE in made.ends:
         exchange(made.ends[Phase.EXCHANGE], scattered, nodes)
         made.compute += 2 * scattered * grid.replicas / hardware.bandwidth  # a copy for each replica
-    made.prepare += launches.prepare(tasks) + len(tasks) * hardware.host
+    made.prepare += launches.prepare(tasks)
+    if not hardware.overlap:
+        made.prepare += len(tasks) * hardware.host
     made.apply += launches.apply(tasks)
     return made
 

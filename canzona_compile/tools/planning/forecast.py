@@ -25,9 +25,9 @@ from canzona_compile.ownership.jobs import Job
 from canzona_compile.passes import relowering_passes
 from canzona_compile.report.build import imbalance, rank_loads
 from canzona_compile.report.schema import LoadReport
-from canzona_compile.report.units import format_flops
+from canzona_compile.report.units import format_flops, format_seconds, plural
 from canzona_compile.simulation.figures import Simulation
-from canzona_compile.simulation.simulate import simulate
+from canzona_compile.simulation.simulate import matrices_by_rank, simulate
 from canzona_compile.tools.planning.figures import (
     Alternative,
     Forecast,
@@ -320,6 +320,12 @@ def assumptions(request: Request, step: Step) -> tuple[str, ...]:
         "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",
         "gradients are there when the step begins",
     ]
+    if request.hardware.overlap and (held := matrices_by_rank(step)):
+        most = max(held.values())
+        found.append(
+            f"the host takes {format_seconds(most * request.hardware.host)} for the {plural(most, 'matrix', 'matrices')}"
+            " of a rank while the device computes; a step takes at least as long"
+        )
     if request.zero1:
         found += [
             "only the owner's replica updates a matrix; the owners of slices update the other parameters, in no time",
