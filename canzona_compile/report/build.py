@@ -98,7 +98,9 @@ def make_report(step: Step, facts: Facts) -> Report:
     elements = sum(Box.whole(t.shape).numel for t in shared)
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
     taken = {t.placed for t in step.tasks}
-    prediction = predict(step, hardware_of(step.machine))
+    measured = measured_report(facts.measurement, step)
+    shown = measured is None or measured.predicted_seconds is not None
+    prediction = predict(step, hardware_of(step.machine)) if shown else None
     return Report(
         **{field.name: getattr(facts, field.name) for field in fields(RunFigures)},
         optimizer=step.optimizer,
@@ -107,14 +109,17 @@ def make_report(step: Step, facts: Facts) -> Report:
         collectives_per_step=sum(g.collectives for g in groups),
         wire_bytes_per_element=sent / elements if elements else 0.0,
         imbalance=imbalance(loads),
-        predicted_seconds=prediction.seconds,
+        predicted_seconds=None if prediction is None else prediction.seconds,
         templates=tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
         micro_groups=groups,
         tasks=tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
         loads=loads,
-        schedule=tuple(SimulatedSpan(s.rank, s.stream, s.act, s.group, s.start, s.end) for s in prediction.spans),
+        schedule=tuple(
+            SimulatedSpan(s.rank, s.stream, s.act, s.group, s.start, s.end)
+            for s in ([] if prediction is None else prediction.spans)
+        ),
         data_parallel=data_parallel_report(step.buckets),
-        measured=measured_report(facts.measurement, step),
+        measured=measured,
     )
 
 

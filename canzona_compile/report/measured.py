@@ -1,6 +1,6 @@
-"""The figures of measured steps, with predictions next to them.
+"""The figures of measured steps, with predictions next to them where the rates of this machine were measured, too.
 
-The predictions are those of the simulation: it plays the steps that were measured, with the rates that the plan knows.
+The predictions are those of the simulation: it plays the steps that were measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Step
-from canzona_compile.machine.hardware import hardware_of
+from canzona_compile.machine.hardware import Hardware, hardware_of
 from canzona_compile.machine.json_text import parsed
 from canzona_compile.report.prediction import by_phase, predict_mean
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
@@ -54,7 +54,8 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
     hardware = hardware_of(reported.machine)
     taken = {rank: [by_phase(acts) for acts in own.acts] for rank, own in ranks.items()}
     names = {name for steps in taken.values() for own in steps for name in own}
-    expected, seconds = predict_mean(simulated_steps(measurement, reported), hardware)
+    steps = simulated_steps(measurement, reported)
+    expected, seconds = ({}, None) if (assumed := assumed_rates(steps, hardware)) else predict_mean(steps, hardware)
     mean = statistics.fmean(s for own in ranks.values() for s in own.seconds)
     phases = tuple(
         measured_phase(name, {rank: [own.get(name, 0.0) for own in steps] for rank, steps in taken.items()}, expected)
@@ -68,13 +69,21 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
         seconds=mean,
         worst_seconds=max(statistics.fmean(own.seconds[i] for own in ranks.values()) for i in range(count)),
         predicted_seconds=seconds,
-        error=seconds / mean - 1 if mean else None,
+        error=seconds / mean - 1 if mean and seconds is not None else None,
         exposed=statistics.fmean(s for own in ranks.values() for s in own.exposed),
         exposed_worst=max(statistics.fmean(own.exposed) for own in ranks.values()),
         overlapped=max(0.0, sum(p.mean for p in phases) - mean) if measurement.device == "cuda" else 0.0,
-        assumed=hardware.assumed,
+        assumed=assumed,
         phases=phases,
     )
+
+
+def assumed_rates(steps: Sequence[Step], hardware: Hardware) -> tuple[str, ...]:
+    """The names of the rates that were not measured, and on which a prediction of some steps depends."""
+    if not hardware.measured:
+        return hardware.assumed
+    expected = predict_mean(steps, hardware)
+    return tuple(name for name in hardware.assumed if predict_mean(steps, hardware.slower({name: 2.0})) != expected)
 
 
 def simulated_steps(measurement: Measurement, reported: Step) -> tuple[Step, ...]:

@@ -81,7 +81,7 @@ def run_page(report: Figures) -> PageModel:
             measured_section(report.measured),
             load_section(report.loads),
             Section("Schedule", tuple(schedule(report)), simulated_rank(report)),
-            profile_section(report.profile),
+            profile_section(report.profile, timed=report.predicted_seconds is not None),
             Section("Memory", bullets(memory_sentences(report)), most),
             Section(
                 "Buckets",
@@ -110,9 +110,10 @@ def run_page(report: Figures) -> PageModel:
 def remarks(report: Figures) -> Iterator[str]:
     """Say how long a step takes, and how the plan was made and runs."""
     machine = report.machine
-    rates = rates_label(hardware_of(machine).assumed)
-    predicted = f"predicted step {format_seconds(report.predicted_seconds)}, simulated with {rates}"
-    yield measured_remark(report.measured) or predicted
+    yield measured_remark(report.measured) or (
+        f"predicted step {format_seconds(report.predicted_seconds or 0.0)}, simulated with "
+        f"{rates_label(hardware_of(machine).assumed)}"
+    )
     yield f"{'/'.join(filter(None, (machine.device, machine.backend)))}, {report.numerics} numerics"
     yield (
         f"{plural(report.captures, 'capture')}, {plural(report.variants, 'variant')}, "
@@ -130,8 +131,6 @@ def next_step(report: Figures) -> str:
         return "There are too few large matrices for the ranks. split= cuts fused weights into matrices of their own."
     if report.measured is None:
         return "optimizer.canzona.measure(steps=5) times the next five steps; then print the report again."
-    if report.measured.assumed:
-        return 'canzona-compile calibrate -o mine.json measures this machine; pass wrap(..., hardware="mine.json").'
     return "optimizer.canzona.plan() is this plan; save it to compare it with others by canzona-compile diff."
 
 
@@ -163,8 +162,13 @@ def schedule(report: Figures) -> Iterator[Block]:
         yield note(rates_text(hardware.assumed), "dim")
 
 
-def profile_section(profile: ProfileReport | None) -> Section:
-    """Show the seconds of each step of a period, with all periodic work at once and staggered."""
+def profile_section(profile: ProfileReport | None, *, timed: bool) -> Section:
+    """Show the seconds of each step of a period, with all periodic work at once and staggered.
+
+    Args:
+        profile: them, as predicted; None if no work is periodic.
+        timed: whether to name seconds, and not only how they compare.
+    """
     if profile is None:
         return Section("Profile", ())
     most, rows = max(profile.together), []
@@ -174,7 +178,7 @@ def profile_section(profile: ProfileReport | None) -> Section:
     ):
         look = "" if chosen else "dim"
         label = f"{LEVELS[-1] if chosen else ' '} {name}"
-        rows.append((Words(label, look), Words(levels(steps, most), "cyan"), Words(worst_text(steps), look)))
+        rows.append((Words(label, look), Words(levels(steps, most), "cyan"), Words(worst_text(steps, timed), look)))
     table = PageTable(("", "", ""), tuple(rows), "Profile", bare=True)
     period = plural(len(profile.together), "step")
     return Section("Profile", (table,), f"computing per step, over a period of {period}")
@@ -187,9 +191,9 @@ def levels(values: Sequence[float], most: float) -> str:
     return "".join(LEVELS[round((len(LEVELS) - 1) * top / most) if most else 0] for top in tops)
 
 
-def worst_text(steps: Sequence[float]) -> str:
+def worst_text(steps: Sequence[float], timed: bool) -> str:
     mean, worst = sum(steps) / len(steps), max(steps)
-    return f"worst {format_seconds(worst)}, {worst / mean if mean else 1:.2f} times the mean"
+    return f"worst {f'{format_seconds(worst)}, ' * timed}{worst / mean if mean else 1:.2f} times the mean"
 
 
 def memory_sentences(report: Figures) -> Sequence[str]:

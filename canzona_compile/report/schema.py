@@ -48,7 +48,7 @@ class MeasuredPhase:
         slowest_rank: the global rank that takes longest in the mean step.
         slowest: how long it takes.
         skew: `slowest` over `mean`.
-        predicted: of the mean step; None where nothing predicts it.
+        predicted: of the mean step; None where nothing predicts it, or with rates that were not measured.
         error: predicted over `mean`, less 1.
     """
 
@@ -66,14 +66,16 @@ class MeasuredPhase:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredReport:
-    """Measured steps, with predictions next to them. Seconds are means over ranks and steps.
+    """Measured steps, with predictions next to them if their rates were measured, too.
+
+    Seconds are means over ranks and steps.
 
     Attributes:
         steps, ranks: how many were measured.
         clock: how.
         seconds: of a step. Under ZeRO-1 the reductions before it and the gathers after it are included.
         worst_seconds: of the longest step.
-        predicted_seconds: of a step, by the simulation of the steps that were measured.
+        predicted_seconds: of a step, by the simulation of the steps that were measured; None if `assumed` has rates.
         error: predicted over measured, less 1.
         exposed: in which computing waited for communication.
         exposed_worst: the same of the rank that waits longest.
@@ -87,7 +89,7 @@ class MeasuredReport:
     clock: str
     seconds: float
     worst_seconds: float
-    predicted_seconds: float
+    predicted_seconds: float | None
     error: float | None
     exposed: float
     exposed_worst: float
@@ -307,7 +309,8 @@ class Figures(RunFigures):
         imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if no matrix
             is distributed.
         predicted_seconds: of the simulated step. Under ZeRO-1 the reductions before it and the gathers after it are
-            included. The machine says which of its rates were measured; the others are assumed.
+            included. The machine says which of its rates were measured; the others are assumed. None beside measured
+            steps that have no prediction; there is no schedule then, either.
         schedule: what the rank that computes most does in the simulated step.
         data_parallel: the buckets of ZeRO-1; None without it.
         measured: what `measure()` found; None if it was not called, or not for this plan.
@@ -319,7 +322,7 @@ class Figures(RunFigures):
     collectives_per_step: int
     wire_bytes_per_element: float
     imbalance: float
-    predicted_seconds: float
+    predicted_seconds: float | None
     templates: tuple[TemplateReport, ...]
     micro_groups: tuple[GroupReport, ...]
     tasks: tuple[TaskReport, ...]

@@ -27,6 +27,10 @@ from canzona_compile.report.schema import LoadReport, MeasuredReport
 from canzona_compile.report.units import format_bytes, format_seconds, plural
 
 MOST_ROWS = 40  # of a table; more are summed up
+CALIBRATE = (
+    "To compare this with predictions, measure the rates of this machine: canzona-compile calibrate -o mine.json, then "
+    'wrap(..., hardware="mine.json").'
+)
 SMALL = 0.002  # of a step: phases that take less are left out if nothing predicts them
 
 
@@ -123,7 +127,7 @@ def rows_without_overlap(stretches: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def measured_section(report: MeasuredReport | None) -> Section:
-    """Show measured steps: a row per phase, the whole step below, predictions beside; nothing if there are none."""
+    """Show measured steps: a row per phase, the whole step below, predictions beside if there are some."""
     if report is None:
         return Section("Measured", ())
     caption = f"{plural(report.steps, 'step')} on {plural(report.ranks, 'rank')}, by {report.clock}"
@@ -131,35 +135,36 @@ def measured_section(report: MeasuredReport | None) -> Section:
 
 
 def measured_parts(report: MeasuredReport) -> Iterator[Block]:
+    whole, columns = report.predicted_seconds, 5 if report.predicted_seconds is None else 7
     rows = [
         (
             *(Words(p.name, about=p.about), p.mean, p.worst, f"{format_seconds(p.slowest)} ({p.slowest_rank})"),
             *(p.skew, p.predicted, error_text(p.error)),
-        )
+        )[:columns]
         for p in report.phases
         if p.mean >= SMALL * report.seconds or p.predicted
     ]
-    seconds = [format_seconds(s) for s in (report.seconds, report.worst_seconds, report.predicted_seconds)]
+    seconds = [format_seconds(s) for s in (report.seconds, report.worst_seconds, whole or 0.0)]
     total = [Words(own, "bold") for own in ("step", *seconds[:2], "", "", seconds[2], error_text(report.error))]
     headers = ("phase", "mean:s", "longest step:s", "slowest rank:>", "skew:n", "predicted:s", "error:>")
-    yield PageTable(headers, (*rows, tuple(total)), "Measured phases")
+    yield PageTable(headers[:columns], (*rows, tuple(total[:columns])), "Measured phases")
     yield note(
         f"computing waited {format_seconds(report.exposed)} for communication, "
         f"{format_seconds(report.exposed_worst)} on the rank that waited longest"
     )
     if report.overlapped:
         yield note(f"{format_seconds(report.overlapped)} of it at the same time on several streams", "dim")
-    yield note(rates_text(report.assumed), "dim")
+    yield note(CALIBRATE if whole is None else rates_text(()), "dim")
 
 
 def measured_remark(report: MeasuredReport | None) -> str:
-    """The measured step and its prediction in one line, for the headline; empty if nothing was measured."""
+    """The measured step and its prediction, if it has one, for the headline; empty if nothing was measured."""
     if report is None:
         return ""
-    return (
-        f"measured step {format_seconds(report.seconds)}, simulated {format_seconds(report.predicted_seconds)} "
-        f"({error_text(report.error)}, {rates_label(report.assumed)})"
-    )
+    measured = f"measured step {format_seconds(report.seconds)}"
+    if report.predicted_seconds is None:
+        return measured
+    return f"{measured}, simulated {format_seconds(report.predicted_seconds)} ({error_text(report.error)})"
 
 
 def rates_label(assumed: Sequence[str]) -> str:

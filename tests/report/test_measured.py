@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.machine.hardware import Machine, assumed_hardware
 from canzona_compile.report.build import Facts, headline, make_report
 from canzona_compile.report.measured import read_measured
 from canzona_compile.report.schema import MeasuredReport
@@ -16,7 +17,10 @@ from canzona_compile.session.measuring import Measurement, RankTimes
 from tests.harness.samples import grid_of
 from tests.report.test_report import scheduled
 
-STEP = scheduled(grid_of(1, 2), (64, 32), (48, 64))
+CPU = assumed_hardware("cpu")
+# The rates that calibrate finds on one machine; steps on it do not depend on the others.
+CALIBRATED = replace(CPU, measured=tuple({*CPU.assumed} - {"network", "memory"}))
+STEP = replace(scheduled(grid_of(1, 2), (64, 32), (48, 64)), machine=Machine("cpu", "gloo", 1, CALIBRATED))
 # Two steps of two ranks. Rank 1 computes, rank 0 waits for it; the second step takes three times as long.
 TIMES = {
     0: RankTimes((4.0, 12.0), (3.0, 9.0), ({"wait gather": 3.0, "other": 1.0}, {"wait gather": 9.0, "other": 3.0})),
@@ -46,12 +50,16 @@ def test_sums_over_ranks_and_steps() -> None:
     assert sum(phase.mean for phase in found.phases) == found.seconds
 
 
-def test_rates_that_are_assumed_are_named() -> None:
-    assert measured().assumed[:2] == ("products", "factorizations")
-    facts = Facts(world_size=2, measurement=Measurement("cpu", TIMES, (STEP, STEP), ()))
-    line = headline(make_report(STEP, facts))
-    assert "measured step 8 s, simulated " in line
-    assert line.endswith("assumed rates)")
+@pytest.mark.parametrize("rate", ["", "products", "node", "factorizations"])
+def test_one_rate_that_is_assumed_and_counts_leaves_no_prediction(rate: str) -> None:
+    rates = replace(CALIBRATED, measured=tuple({*CALIBRATED.measured} - {rate}))
+    step = replace(STEP, machine=Machine("cpu", "gloo", 1, rates))
+    report = make_report(step, Facts(world_size=2, measurement=Measurement("cpu", TIMES, (step, step), ())))
+    assert report.measured is not None
+    counts = rate in ("products", "node")  # Muon factorizes nothing
+    assert report.measured.assumed == ((rate,) if counts else ())
+    assert (report.measured.predicted_seconds is None) == counts
+    assert ("measured step 8 s, simulated " in headline(report)) != counts
 
 
 def test_there_and_back(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from canzona_compile.passes import (
     Schedule,
 )
 from canzona_compile.report.build import Facts, LocalTask, Report, headline, make_report
+from canzona_compile.report.html import html
+from canzona_compile.report.markdown import markdown
+from canzona_compile.report.schema import ProfileReport
 from canzona_compile.report.units import format_seconds
 from canzona_compile.session.measuring import Measurement, RankTimes
 from canzona_compile.simulation.simulate import simulate
@@ -187,17 +190,37 @@ def test_the_predicted_step_is_the_simulated_one(machine: Machine) -> None:
 def test_there_is_one_prediction() -> None:
     step = scheduled(grid_of(1, 2), (64, 32), (48, 64))
     report = make_report(step, FACTS)
-    assert f"predicted step {format_seconds(report.predicted_seconds)}, simulated with assumed" in report.to_text()
+    predicted = format_seconds(report.predicted_seconds or 0.0)
+    assert f"predicted step {predicted}, simulated with assumed" in report.to_text()
     rates = assumed_hardware("cpu")
     known = replace(rates, measured=rates.assumed)
     text = make_report(replace(step, machine=Machine("cpu", "gloo", 1, known)), FACTS).to_text()
     assert "simulated with measured rates" in text
     assert "assumed" not in text
     times = {rank: RankTimes((1.0,), (0.0,), ({"compute": 1.0},)) for rank in range(2)}
-    text = make_report(step, replace(FACTS, measurement=Measurement("cpu", times, (step,), ()))).to_text()
-    assert text.count(", simulated ") == 1
-    assert text.count("assumed rates") == 2  # beside the measured step, and below its table by name
-    assert "predicted step" not in text
+    profile = ProfileReport((1.0, 3.0), (2.0, 2.0), staggered=False)
+    facts = replace(FACTS, measurement=Measurement("cpu", times, (step,), ()), profile=profile)
+    report = make_report(replace(step, machine=Machine("cpu", "gloo", 1, known)), facts)
+    assert report.to_text().count(", simulated ") == 1
+    assert "worst 3 s" in report.to_text()
+    assert "predicted step" not in report.to_text()
+
+
+def test_no_prediction_stands_beside_a_measured_step_whose_rates_are_assumed() -> None:
+    step = scheduled(grid_of(1, 2), (64, 32), (48, 64))
+    times = {rank: RankTimes((1.0,), (0.0,), ({"compute": 1.0},)) for rank in range(2)}
+    profile = ProfileReport((1.0, 3.0), (2.0, 2.0), staggered=False)
+    facts = replace(FACTS, measurement=Measurement("cpu", times, (step,), ()), profile=profile)
+    report = make_report(step, facts)
+    pages = [report.to_text(), markdown(report.page()), html(report.page())]
+    for text in (*pages, headline(report)):
+        assert re.search("measured step 1 s|### Measured", text)
+        assert not re.search("predicted|simulated|assumed|worst 3", text)
+    for text in pages:
+        assert " ".join(text.split()).count("canzona-compile calibrate -o mine.json") == 1
+    found = json.loads(report.to_json())
+    assert found["predicted_seconds"] is found["measured"]["predicted_seconds"] is found["measured"]["error"] is None
+    assert found["schedule"] == [] == [one for one in found["measured"]["phases"] if one["predicted"] is not None]
 
 
 # -- JSON and the log line ---------------------------------------------------------------------

@@ -322,9 +322,10 @@ def assumptions(request: Request, step: Step) -> tuple[str, ...]:
     ]
     if request.hardware.overlap and (held := matrices_by_rank(step)):
         most = max(held.values())
+        books = format_seconds(most * request.hardware.host)
         found.append(
-            f"the host takes {format_seconds(most * request.hardware.host)} for the {plural(most, 'matrix', 'matrices')}"
-            " of a rank while the device computes; a step takes at least as long"
+            f"the host takes {books} for the {plural(most, 'matrix', 'matrices')} of a rank while the device computes; "
+            "a step takes at least as long"
         )
     if request.zero1:
         found += [
