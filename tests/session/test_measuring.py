@@ -209,7 +209,7 @@ def test_the_report_shows_it() -> None:
     step(optimizer)
     text = optimizer.canzona.report().to_text()
     assert "measured step" in text
-    assert "assumed rates" in text
+    assert "canzona-compile calibrate" in text
     assert "── Measured ── 1 step on 1 rank, by the clock of each rank" in text
     assert optimizer.canzona.report().to_dict()["measured"]["phases"][0]["name"] == "look"
 
@@ -256,7 +256,8 @@ def test_a_step_that_is_not_measured_makes_the_calls_of_one_that_never_was() -> 
 
 
 def zero1_figures() -> Any:
-    model, optimizers, handle = set_up(make="muon and adamw")
+    rates = assumed_hardware("cpu")
+    model, optimizers, handle = set_up(make="muon and adamw", hardware=replace(rates, measured=rates.assumed))
     train_zero1(model, optimizers, 2)
     handle.measure(3)
     train_zero1(model, optimizers, 3)
