@@ -1,4 +1,4 @@
-"""What long work is doing: a line on a terminal that goes away again, and lines of the log.
+"""What long work is doing: a line on a terminal that goes away again, one line elsewhere, and lines of the log.
 
 Work says what it does by `tell`, wherever it is in the code. Who waits for it opens `shown` around it, as the first
 step and the commands do, or `heard_by`, as processes do that pass the words on.
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ log = logging.getLogger(f"{ROOT}.progress")  # the name that users know it by, w
 ours = logging.getLogger(ROOT)
 
 SOON = 1.0  # seconds after which people at a terminal want to know what takes so long
+LONG = 5.0  # seconds after which others want to know, too
 
 
 class Hear(Protocol):
@@ -64,10 +66,11 @@ def heard_by(hear: Hear) -> Iterator[Hear]:
 
 @contextlib.contextmanager
 def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Console | None = None) -> Iterator[Hear]:
-    """Inside this context, show on a terminal what is told; elsewhere, or within another such context, do nothing.
+    """Inside this context, show on a terminal what is told; within another such context, do nothing.
 
-    Standard output is not touched. INFO lines of the log would break the line. A command, which asked for them itself,
-    leaves them out inside; where others asked for them, and `patience` is not 0, they are there and the line is not.
+    Elsewhere commands show nothing, and work with `patience` says once what it is doing, see `SaidOnce`. Standard
+    output is not touched. INFO lines of the log would break the line. A command, which asked for them itself, leaves
+    them out inside; where others asked for them, and `patience` is not 0, they are there and the line is not.
 
     Args:
         title: what the line begins with.
@@ -75,18 +78,18 @@ def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Co
         quiet: whether to show nothing.
         console: the terminal; standard error by default.
     """
-    if quiet or (console is None and find_spec("rich") is None):
-        yield _hears.get()  # also where rich is missing, which nothing but a line for people needs
-        return
-    from rich.console import Console
-
-    console = console or Console(stderr=True)
-    logged = ours.isEnabledFor(logging.INFO)
-    if not console.is_terminal or console.is_dumb_terminal or _hears.get() is not ignore:
+    if quiet or _hears.get() is not ignore:
         yield _hears.get()
         return
-    if os.environ.get(VARIABLE) or (patience and logged):
-        yield ignore
+    if console is None and find_spec("rich") is not None:  # nothing but a line for people needs rich
+        from rich.console import Console
+
+        console = Console(stderr=True)
+    logged = ours.isEnabledFor(logging.INFO)
+    at_terminal = console is not None and console.is_terminal and not console.is_dumb_terminal
+    if console is None or not at_terminal or os.environ.get(VARIABLE) or (patience and logged):
+        with heard_by(SaidOnce(title) if patience else ignore) as hear:
+            yield hear
         return
     line = ProgressLine(title, console)
     timer = threading.Timer(patience, line.begin)
@@ -102,6 +105,29 @@ def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Co
         ours.setLevel(before)
         timer.cancel()
         line.end()
+
+
+class SaidOnce:
+    """Logs once what some work is doing, at the first words that are told after `LONG` seconds.
+
+    It is a warning, because Python shows these where nobody has set up logs.
+
+    Args:
+        title: what the line begins with.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self._begin, self._part, self._said = title, time.monotonic(), "", False
+
+    def __call__(self, words: str, done: int = 0, total: int = 0) -> None:
+        if total:
+            self._part = f", {done} of {total}"
+        seconds = time.monotonic() - self._begin
+        if seconds >= LONG and not self._said:
+            self._said = True
+            log.warning(
+                "%s, after %.0f s: %s%s. %s=+progress says more", self._title, seconds, words, self._part, VARIABLE
+            )
 
 
 class ProgressLine:

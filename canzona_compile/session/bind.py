@@ -21,6 +21,7 @@ from canzona_compile.capture.eager_parity import needs_whole_matrix
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.telling import tell
 from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
@@ -107,7 +108,11 @@ class Binder:
         check_patterns(self.options.split, names)
         check_layout_patterns(self.options.layout, names)
         found: list[BoundParam] = []
+        kinds = {(group, param.shape, param.dtype): None for _, group, param in self._named}
+        numbers = {kind: number for number, kind in enumerate(kinds, 1)}
         for own in (one for one in self._named if one[0] not in (refused or ())):
+            if number := numbers.pop((own[1], own[2].shape, own[2].dtype), 0):
+                tell(f"looking at {own[0]}", number, len(kinds))
             try:
                 with at_parameter(own[0]):
                     found += self.bind_one(len(found), self.divide(self.describe(*own)))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.interrupts import uninterrupted
+from canzona_compile.compat.telling import tell
 from canzona_compile.eager.publish import Shadow
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
@@ -318,6 +319,7 @@ class StepDriver:
         with self.store.first_steps(fresh):
             program = self._maker.of_first_steps(fresh)
             self.first_buffers = max(self.first_buffers, sum(program.executor.program.slots))
+            tell(f"taking the first step of {len(fresh)} matrices")
             self._run(program)
 
     def _step_locally(self) -> None:
