@@ -110,10 +110,7 @@ def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Co
 class SaidOnce:
     """Logs once what some work is doing, at the first words that are told after `LONG` seconds.
 
-    It is a warning, because Python shows these where nobody has set up logs.
-
-    Args:
-        title: what the line begins with.
+    It is a warning, because Python shows these where nobody has set up logs. The title begins the line.
     """
 
     def __init__(self, title: str) -> None:
@@ -121,7 +118,7 @@ class SaidOnce:
 
     def __call__(self, words: str, done: int = 0, total: int = 0) -> None:
         if total:
-            self._part = f", {done} of {total}"
+            self._part = f" (part {done} of {total})"
         seconds = time.monotonic() - self._begin
         if seconds >= LONG and not self._said:
             self._said = True

@@ -99,8 +99,8 @@ def make_report(step: Step, facts: Facts) -> Report:
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
     taken = {t.placed for t in step.tasks}
     measured = measured_report(facts.measurement, step)
-    shown = measured is None or measured.predicted_seconds is not None
-    prediction = predict(step, hardware_of(step.machine)) if shown else None
+    alone = measured is not None and measured.predicted_seconds is None
+    prediction = None if alone else predict(step, hardware_of(step.machine))
     return Report(
         **{field.name: getattr(facts, field.name) for field in fields(RunFigures)},
         optimizer=step.optimizer,

@@ -163,12 +163,7 @@ def schedule(report: Figures) -> Iterator[Block]:
 
 
 def profile_section(profile: ProfileReport | None, *, timed: bool) -> Section:
-    """Show the seconds of each step of a period, with all periodic work at once and staggered.
-
-    Args:
-        profile: them, as predicted; None if no work is periodic.
-        timed: whether to name seconds, and not only how they compare.
-    """
+    """Show the seconds of each step of a period, or how they compare, with all periodic work at once and staggered."""
     if profile is None:
         return Section("Profile", ())
     most, rows = max(profile.together), []

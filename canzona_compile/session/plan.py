@@ -239,12 +239,8 @@ def lower(
 def proposed_capacity(owned: Step, device: torch.device, every: Sequence[Options]) -> int:
     """The capacity that this rank proposes for a plan: one of before, or by the memory that is free; 0 for none.
 
-    Buffers stay between steps, so what a forward and a backward pass needed at most so far is not free.
-
-    Args:
-        owned: the step of the plan.
-        device: of the parameters.
-        every: the options of the optimizer that plans, and of those that step with it, which have the same capacity.
+    Buffers stay between steps, so what a forward and a backward pass needed at most so far is not free. The options are
+    those of the optimizer that plans, and then those of a chain, whose members have one capacity.
     """
     if every[0].capacity is not None or every[0].plan is not None or owned.machine.device != "cuda":
         return 0

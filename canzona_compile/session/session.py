@@ -293,8 +293,7 @@ class Session(PortableState):
             sessions = (self,) if self.siblings is None else self.siblings.sessions
             proposed = proposed_capacity(plan.owned, self.device, [self.options, *(s.options for s in sessions)])
             agreed = agreement.compare(plan.owned, self.options.text, has, proposed)
-            self.options = replace(self.options, agreed=agreed or self.options.agreed)
-            driver.use(self.options)
+            self.options = driver.maker.options = replace(self.options, agreed=agreed or self.options.agreed)
             if not self._in_dummy_step:  # a checkpoint may be loaded after it and make the copies equal
                 copied = [t for t in plan.owned.tasks if t.layout.grid.replicas > 1]
                 agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])

@@ -65,7 +65,8 @@ class StepDriver:
         plan: the plan.
         gradients: those of the step that comes or is taken.
         store: the tensors of its tasks.
-        programs: the cache of programs.
+        maker: makes programs.
+        programs: the cache of them.
         first_buffers: the most bytes of buffers that a program of first steps had. It gave them back.
         clock: notes the acts of a step that is measured; None otherwise.
         last: the program that the next step runs if nothing changes; None if none is known.
@@ -92,8 +93,8 @@ class StepDriver:
         coupled = any(bound.kind.coupled for bound in plan.bound.values())
         self._coupled = CoupledStep(self._cells) if coupled else None
         sources = Sources(device, groups, watch, self.store, self.cohorts, self._cells)
-        self._maker = ProgramMaker(options, observers, self.store, sources)
-        self.programs = ProgramCache(self._maker.of_variants)
+        self.maker = ProgramMaker(options, observers, self.store, sources)
+        self.programs = ProgramCache(self.maker.of_variants)
         self.first_buffers = 0
         self.last: BoundProgram | None = None
         self.clock: StepClock | None = None
@@ -141,10 +142,6 @@ class StepDriver:
         bound = self.plan.bound[name]
         dtype = bound.kind.grad_dtype
         return "" if dtype == bound.param.dtype else f" in {dtype}".replace("torch.", "")
-
-    def use(self, options: Options) -> None:
-        """Make programs with these options from now on."""
-        self._maker.options = options
 
     def check(self) -> None:
         """Check the gradients of the first step of the plan, after `begin`, and make the objects of resident tasks.
@@ -317,7 +314,7 @@ class StepDriver:
     def _first_steps(self, fresh: Names) -> None:
         """Create the state of these tasks by running the optimizer's own code."""
         with self.store.first_steps(fresh):
-            program = self._maker.of_first_steps(fresh)
+            program = self.maker.of_first_steps(fresh)
             self.first_buffers = max(self.first_buffers, sum(program.executor.program.slots))
             tell(f"taking the first step of {len(fresh)} matrices")
             self._run(program)

@@ -87,17 +87,12 @@ def test_elsewhere_long_work_says_once_what_is_under_way(
     """Of the first words after five seconds; a command says what it has to say itself."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    console: Console | None = terminal
-    if why == "no rich":
-        monkeypatch.setattr(progress, "find_spec", lambda name: None)
-        console = None
-    elif why in ("file", "command"):
-        console = Console(file=io.StringIO(), force_terminal=False)
-    elif why == "variable":
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)  # without rich
+    others = {"no rich": None, **dict.fromkeys(("file", "command"), Console(file=io.StringIO(), force_terminal=False))}
+    if why == "variable":
         monkeypatch.setenv(logs.VARIABLE, "session")
-    if why == "logged":
-        progress.ours.setLevel(logging.INFO)
-    patience = 0.0 if why == "command" else FOR_EVER
+    progress.ours.setLevel(logging.INFO if why == "logged" else logging.WARNING)
+    patience, console = 0.0 if why == "command" else FOR_EVER, others.get(why, terminal)
     with progress.shown("canzona, first step", patience=patience, quiet=why == "quiet", console=console):
         for seconds, words, done in ((4.9, "rehearsing", 0), (0.0, "looking at q", 3), (0.1, "capturing q", 0)):
             now[0] += seconds
@@ -105,28 +100,22 @@ def test_elsewhere_long_work_says_once_what_is_under_way(
         now[0] += 100.0
         progress.tell("planning")
     progress.tell("nobody waits for this")
-    said = ["canzona, first step, after 5 s: capturing q, 3 of 11. CANZONA_LOGS=+progress says more"]
+    said = ["canzona, first step, after 5 s: capturing q (part 3 of 11). CANZONA_LOGS=+progress says more"]
     assert [r.getMessage() for r in caplog.records] == ([] if why in ("quiet", "command") else said)
 
 
 def test_the_first_step_says_what_it_does() -> None:
     model = nn.Sequential(nn.Linear(12, 20, bias=False), nn.Linear(20, 12, bias=False))
     optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters()), model=model)
-    heard: list[list[str]] = []
-    parts: list[tuple[int, int]] = []
-
-    def hear(words: str, done: int = 0, total: int = 0) -> None:
-        heard[-1].append(words)
-        parts.extend([(done, total)] if total else [])
-
+    heard: list[list[tuple[str, int, int]]] = []
     for _ in range(2):
         heard.append([])
         for param in model.parameters():
             param.grad = torch.ones_like(param)
-        with progress.heard_by(hear):
+        with progress.heard_by(lambda words, done=0, total=0: heard[-1].append((words, done, total))):
             optimizer.step()
-    assert parts == [(1, 2), (2, 2)], "kinds"
-    first, second = heard
+    assert [told[1:] for told in heard[0] if told[2]] == [(1, 2), (2, 2)], "kinds"
+    first, second = ([words for words, _, _ in told] for told in heard)
     assert "capturing the update of 20x12 f32, 0.weight" in first
     kinds = dict.fromkeys(words.split()[0] for words in first)
     assert [kind for kind in kinds if kind in ("rehearsing", "capturing", "planning", "making", "taking")] == [

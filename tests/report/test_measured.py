@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.machine.hardware import Machine, assumed_hardware
+from canzona_compile.machine.hardware import RATES, Machine, assumed_hardware
 from canzona_compile.report.build import Facts, headline, make_report
 from canzona_compile.report.measured import read_measured
 from canzona_compile.report.schema import MeasuredReport
@@ -17,9 +17,8 @@ from canzona_compile.session.measuring import Measurement, RankTimes
 from tests.harness.samples import grid_of
 from tests.report.test_report import scheduled
 
-CPU = assumed_hardware("cpu")
 # The rates that calibrate finds on one machine; steps on it do not depend on the others.
-CALIBRATED = replace(CPU, measured=tuple({*CPU.assumed} - {"network", "memory"}))
+CALIBRATED = replace(assumed_hardware("cpu"), measured=tuple({*RATES} - {"network", "memory"}))
 STEP = replace(scheduled(grid_of(1, 2), (64, 32), (48, 64)), machine=Machine("cpu", "gloo", 1, CALIBRATED))
 # Two steps of two ranks. Rank 1 computes, rank 0 waits for it; the second step takes three times as long.
 TIMES = {

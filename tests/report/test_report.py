@@ -197,26 +197,26 @@ def test_there_is_one_prediction() -> None:
     text = make_report(replace(step, machine=Machine("cpu", "gloo", 1, known)), FACTS).to_text()
     assert "simulated with measured rates" in text
     assert "assumed" not in text
+    text = make_report(replace(step, machine=Machine("cpu", "gloo", 1, known)), measured_once(step)).to_text()
+    assert text.count(", simulated ") == 1
+    assert "worst 3 s" in text
+    assert "predicted step" not in text
+
+
+def measured_once(step: Step) -> Facts:
+    """The facts of a run that measured one step of two ranks."""
     times = {rank: RankTimes((1.0,), (0.0,), ({"compute": 1.0},)) for rank in range(2)}
     profile = ProfileReport((1.0, 3.0), (2.0, 2.0), staggered=False)
-    facts = replace(FACTS, measurement=Measurement("cpu", times, (step,), ()), profile=profile)
-    report = make_report(replace(step, machine=Machine("cpu", "gloo", 1, known)), facts)
-    assert report.to_text().count(", simulated ") == 1
-    assert "worst 3 s" in report.to_text()
-    assert "predicted step" not in report.to_text()
+    return replace(FACTS, measurement=Measurement("cpu", times, (step,), ()), profile=profile)
 
 
 def test_no_prediction_stands_beside_a_measured_step_whose_rates_are_assumed() -> None:
     step = scheduled(grid_of(1, 2), (64, 32), (48, 64))
-    times = {rank: RankTimes((1.0,), (0.0,), ({"compute": 1.0},)) for rank in range(2)}
-    profile = ProfileReport((1.0, 3.0), (2.0, 2.0), staggered=False)
-    facts = replace(FACTS, measurement=Measurement("cpu", times, (step,), ()), profile=profile)
-    report = make_report(step, facts)
+    report = make_report(step, measured_once(step))
     pages = [report.to_text(), markdown(report.page()), html(report.page())]
-    for text in (*pages, headline(report)):
-        assert re.search("measured step 1 s|### Measured", text)
-        assert not re.search("predicted|simulated|assumed|worst 3", text)
+    assert headline(report).endswith("; measured step 1 s")
     for text in pages:
+        assert not re.search("predicted|simulated|assumed|worst 3", text)
         assert " ".join(text.split()).count("canzona-compile calibrate -o mine.json") == 1
     found = json.loads(report.to_json())
     assert found["predicted_seconds"] is found["measured"]["predicted_seconds"] is found["measured"]["error"] is None

@@ -22,7 +22,7 @@ from torch.optim import Muon, Optimizer
 import canzona_compile
 from canzona_compile.errors import CanzonaError, InvalidGradient
 from canzona_compile.ir.program_ops import on_stream
-from canzona_compile.machine.hardware import assumed_hardware
+from canzona_compile.machine.hardware import RATES, assumed_hardware
 from canzona_compile.runtime import meeting
 from canzona_compile.runtime.timed_program import CLOCK, TimedProgram, turn, turns
 from examples.optimizers.soap import SOAP
@@ -40,6 +40,7 @@ from tests.lowering.emitted_steps import emitted
 
 pytestmark = pytest.mark.usefixtures("captures_shared")
 SHAPES = ((31, 17), (2, 20), (24, 24), (24, 24))
+KNOWN = replace(assumed_hardware("cpu"), measured=RATES)
 AT, COUNT = 2, 4  # steps before those that are measured, and how many are
 
 
@@ -82,9 +83,7 @@ PHASES = {
     ids=str,
 )
 def test_phases_add_up_and_bits_stay(case: Case, name: str) -> None:
-    rates = assumed_hardware("cpu")
-    known = replace(rates, measured=rates.assumed)
-    outcomes = on_ranks(train, name, [case], torch.float32, strategy="owner", hardware=known)
+    outcomes = on_ranks(train, name, [case], torch.float32, strategy="owner", hardware=KNOWN)
     check(outcomes)  # the bits of the plain optimizer, and in the last step no collective more
     found = outcomes[0].report["measured"]
     assert found == outcomes[1].report["measured"]
@@ -256,8 +255,7 @@ def test_a_step_that_is_not_measured_makes_the_calls_of_one_that_never_was() -> 
 
 
 def zero1_figures() -> Any:
-    rates = assumed_hardware("cpu")
-    model, optimizers, handle = set_up(make="muon and adamw", hardware=replace(rates, measured=rates.assumed))
+    model, optimizers, handle = set_up(make="muon and adamw", hardware=KNOWN)
     train_zero1(model, optimizers, 2)
     handle.measure(3)
     train_zero1(model, optimizers, 3)
