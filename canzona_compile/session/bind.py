@@ -112,7 +112,7 @@ class Binder:
         numbers = {kind: number for number, kind in enumerate(kinds, 1)}
         for own in (one for one in self._named if one[0] not in (refused or ())):
             if number := numbers.pop((own[1], own[2].shape, own[2].dtype), 0):
-                tell(f"looking at {own[0]}", number, len(kinds))
+                tell(f"capturing the step of {own[0]}", number, len(kinds))
             try:
                 with at_parameter(own[0]):
                     found += self.bind_one(len(found), self.divide(self.describe(*own)))
