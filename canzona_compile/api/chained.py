@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,7 @@ class CanzonaChain(Chain):
         super().__setstate__(state)
         for own in self.optimizers:
             own.canzona = MemberCanzona(own.canzona.session)  # type: ignore[attr-defined]
-        self.canzona = handle_of(self.optimizers)
+        attach_chain(self)
 
 
 # Optimizer.__init__ does this to a class on first use. A train step that is compiled as a whole breaks here.
@@ -185,6 +186,8 @@ def attach_chain(chain: Chain) -> None:
     """Give a chain whose optimizers are wrapped its class and its handle."""
     chain.__class__ = CanzonaChain
     chain.canzona = handle_of(chain.optimizers, vars(chain).get("canzona"))  # type: ignore[attr-defined]
+    for part in parts_of(chain.optimizers):
+        part.chain = weakref.ref(chain)
     rebind_scheduled_step(chain)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,12 @@ class Canzona:
 
     Attributes:
         session: takes the steps; users add observers of passes to `session.observers`.
+        chain: the wrapped chain that the optimizer is part of, as a weak reference, which is called.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.chain: Callable[[], Any] = lambda: None
 
     @property
     def sessions(self) -> list[Session]:
@@ -49,9 +52,15 @@ class Canzona:
         return [self.session]
 
     def release(self) -> None:
-        """Leave the optimizer as it would be if it had never been wrapped. A collective if owners hold state."""
+        """Leave the optimizer as it would be if it had never been wrapped. A collective if owners hold state.
+
+        Raises:
+            CanzonaError: a rank that this needs does not call it, too. Nothing was changed then.
+        """
         for session in self.sessions:
-            session.close()
+            session.meet("release() or unwrap")
+        for session in self.sessions:
+            session.leave()
 
     def consolidate(self, to: int = 0) -> None:
         """Gather the state to one rank, so that it can save alone. Call this on all ranks; it is a collective.

@@ -34,7 +34,6 @@ from canzona_compile.ir.split import Split, check_patterns, fitting, splits_of
 from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.replica.homes import advice
 from canzona_compile.report.explain import Explanation, explain_all
-from canzona_compile.session.checkpoints import check_taken_back
 from canzona_compile.session.params import named_params
 from canzona_compile.session.session import Session
 from canzona_compile.session.siblings import Siblings
@@ -341,28 +340,36 @@ def unwrap(optimizer: Opt) -> Opt:
 
     Raises:
         CanzonaError: this is no optimizer, or a wrapper around the wrapped one, or it has stepped by objects of its
-            own.
+            own. All optimizers of a chain are still wrapped then.
     """
-    if is_chain(optimizer) and is_wrapped(optimizer):
-        for own in optimizer.optimizers:
-            unwrap(own)
-        detach_chain(optimizer)
-    elif is_wrapped(optimizer):
-        if "canzona" not in vars(optimizer):
-            raise CanzonaError(
-                f"{type(optimizer).__name__} is a wrapper around the wrapped optimizer",
-                at="unwrap",
-                hint="call unwrap on the optimizer inside it",
-            )
-        optimizer.canzona.release()  # type: ignore[attr-defined]
-        check_taken_back(optimizer)
-        detach(optimizer)
-    elif (held := inside(optimizer))[0] is not optimizer:
-        for own in held:
-            unwrap(own)
-        vars(optimizer).pop("canzona", None)
-    elif not isinstance(optimizer, Optimizer):
+    if is_wrapped(optimizer) and "canzona" not in vars(optimizer):
+        raise CanzonaError(
+            f"{type(optimizer).__name__} is a wrapper around the wrapped optimizer",
+            at="unwrap",
+            hint="call unwrap on the optimizer inside it",
+        )
+    held = (optimizer,) if is_wrapped(optimizer) else inside(optimizer)
+    if held[0] is optimizer and not isinstance(optimizer, Optimizer):
         raise no_optimizer(optimizer, "unwrap")
+    if held[0] is optimizer and not is_wrapped(optimizer):
+        return optimizer
+    wrapped = [own for own in members_of(held) if is_wrapped(own)]
+    for own in wrapped:
+        if (chain := own.canzona.chain()) is not None and not any(chain is one for one in held):
+            raise CanzonaError(
+                f"{plain_class(own).__name__} is part of a wrapped chain, which cannot step with a plain optimizer",
+                at="unwrap",
+                hint="call unwrap on the chain",
+            )
+        own.canzona.session.check_taken_back()
+    if wrapped:
+        known = getattr(optimizer, "canzona", None)
+        (wrapped[0].canzona if wrapped == [optimizer] else handle_of(wrapped, known)).release()
+    for own in wrapped:
+        detach(own)
+    for own in filter(is_chain, filter(is_wrapped, held)):
+        detach_chain(own)
+    vars(optimizer).pop("canzona", None)
     return optimizer
 
 

@@ -34,8 +34,8 @@ class Zero1Canzona(Canzona):
 
     def release(self) -> None:
         """Leave the optimizer as it would be without `zero1`, and the model too after the last one. A collective."""
+        super().release()
         for session in self.sessions:
-            session.close()
             self.zero1.release(session)
 
     def plan(self) -> PlanFile:

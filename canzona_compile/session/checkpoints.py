@@ -20,10 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.sharding_rules import state_after_a_step
-from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.eager.own_object import is_portable
-from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import local_part
 from canzona_compile.replica.construction import atoms_of
 from canzona_compile.replica.homes import own_attributes
@@ -142,18 +139,3 @@ def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
     """
     for group, old in zip(optimizer.param_groups, before, strict=True):
         group.update({k: tuple(v) for k, v in group.items() if isinstance(v, list) and isinstance(old.get(k), tuple)})
-
-
-def check_taken_back(optimizer: Optimizer) -> None:
-    """Raise if the optimizer cannot go on from its portable state by itself.
-
-    Raises:
-        CanzonaError: the state is that of one optimizer object per matrix.
-    """
-    if any(isinstance(state, dict) and is_portable(state) for state in optimizer.state.values()):
-        raise CanzonaError(
-            f"{plain_class(optimizer).__name__} ran as one optimizer object per matrix, and what those objects keep "
-            "cannot be merged back into one plain optimizer",
-            at="unwrap",
-            hint="continue with the wrapped optimizer, or start again with the plain one",
-        )

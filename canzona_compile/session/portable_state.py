@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
+from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Task
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
@@ -180,6 +182,28 @@ class PortableState:
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""
         return {} if self.driver is None else partners(self.driver.store)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether it has stepped by optimizer objects of its own."""
+        driver = self.driver
+        bound = () if driver is None else driver.plan.bound.items()
+        return any(own.kind.recipe is not None and name in driver.store.initialised for name, own in bound)
+
+    def check_taken_back(self) -> None:
+        """Raise if the optimizer cannot go on from its portable state by itself.
+
+        Raises:
+            CanzonaError: the state is that of one optimizer object per matrix.
+        """
+        states = self.optimizer.state.values()
+        if self.has_objects or any(isinstance(state, dict) and is_portable(state) for state in states):
+            raise CanzonaError(
+                f"{plain_class(self.optimizer).__name__} ran as one optimizer object per matrix, and what those "
+                "objects keep cannot be merged back into one plain optimizer",
+                at="unwrap",
+                hint="continue with the wrapped optimizer, or start again with the plain one",
+            )
 
     def consolidate(self, to: int) -> None:
         """Gather portable state, so that one rank has it without the others until the next step. A collective.

@@ -374,17 +374,8 @@ class Session(PortableState):
         assert self.driver is not None
         return PlanFile.of(whole(self.driver.plan, self.options))
 
-    def close(self) -> None:
-        """Put what the unwrapped optimizer would hold into its state, and drop the plan. A collective as `release`.
-
-        Raises:
-            CanzonaError: a rank that this needs does not call it, too. Nothing was changed then.
-        """
-        self.meet("release() or unwrap")
-        self.leave()
-
     def leave(self) -> None:
-        """Do what `close` does, once all ranks have come."""
+        """Put what the unwrapped optimizer would hold into its state, and drop the plan, once all ranks have met."""
         self.release()
 
     def release(self) -> None:
