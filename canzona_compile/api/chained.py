@@ -21,6 +21,7 @@ from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step
 from canzona_compile.session.session import Session
 from canzona_compile.session.siblings import Siblings
+from canzona_compile.session.turns import STEP
 
 
 class MemberCanzona(Canzona):
@@ -50,6 +51,8 @@ class ChainCanzona(Canzona):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.parts: tuple[Canzona, ...] = parts_of(optimizers)
+        for session in self.sessions:
+            session.turns = self.sessions[0].turns
         self._plan_together()
 
     def _plan_together(self) -> None:
@@ -92,6 +95,7 @@ class ChainCanzona(Canzona):
         optimizers change what their steps do.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.sessions[0].turns.take(STEP))
             stack.enter_context(self.shown())
             if not any(session.takes_dummy_step() for session in self.sessions):
                 for session in self.sessions if self._may_look_ahead() else ():
@@ -149,6 +153,11 @@ class CanzonaChain(Chain):
         with self.canzona.ready():
             self.step_all()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all optimizers between two steps, see `Chain.state_dict`."""
+        with self.canzona.sessions[0].turns.lock:
+            return super().state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the optimizers of a copy or a pickle."""

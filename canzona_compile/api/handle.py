@@ -57,10 +57,11 @@ class Canzona:
         Raises:
             CanzonaError: a rank that this needs does not call it, too. Nothing was changed then.
         """
-        for session in self.sessions:
-            session.meet("release() or unwrap")
-        for session in self.sessions:
-            session.leave()
+        with self.sessions[0].turns.take("release() or unwrap"):
+            for session in self.sessions:
+                session.meet("release() or unwrap")
+            for session in self.sessions:
+                session.leave()
 
     def consolidate(self, to: int = 0) -> None:
         """Gather the state to one rank, so that it can save alone. Call this on all ranks; it is a collective.
@@ -156,7 +157,8 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return make_report(self.reported(), facts_of_all(self.sessions))
+        with self.sessions[0].turns.lock:
+            return make_report(self.reported(), facts_of_all(self.sessions))
 
     def measure(self, steps: int = 5) -> None:
         """Time the phases of the next steps; after the last of them `report()` shows the figures. Call it on all ranks.
@@ -170,12 +172,14 @@ class Canzona:
         Raises:
             CanzonaError: `steps` is not positive.
         """
-        for session in self.sessions:
-            session.measuring.begin(steps, session.device)
+        with self.sessions[0].turns.take("measure()"):
+            for session in self.sessions:
+                session.measuring.begin(steps, session.device)
 
     def explain(self) -> Explanation:
         """Per parameter: compiled, eager, local or refused, and why; see `canzona_compile.explain`."""
-        return explain_all(self.sessions)
+        with self.sessions[0].turns.lock:
+            return explain_all(self.sessions)
 
     def shown(self) -> contextlib.AbstractContextManager[Any]:
         """Make the context of a step: rank 0 shows on a terminal what the first one does, if that takes a second."""

@@ -111,11 +111,12 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
             return plain.state_dict(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        before = self.param_groups
-        plain.load_state_dict(self, state_dict)
-        keep_tuples(self, before)
-        keep_as_saved(self, state_dict)
-        self.canzona.session.forget_plan()
+        with self.canzona.session.turns.take("load_state_dict()"):
+            before = self.param_groups
+            plain.load_state_dict(self, state_dict)
+            keep_tuples(self, before)
+            keep_as_saved(self, state_dict)
+            self.canzona.session.forget_plan()
 
     def reduce(self: Any, protocol: Any) -> Any:
         options: Options = self.canzona.session.options

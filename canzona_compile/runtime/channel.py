@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import os
 import time
 import weakref
 from collections import Counter
@@ -345,6 +346,7 @@ def close_all() -> None:
 
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_living.clear)  # the threads of these groups are not in the child
 _channels: weakref.WeakKeyDictionary[Any, dict[Ranks, Channel]] = weakref.WeakKeyDictionary()
 
 

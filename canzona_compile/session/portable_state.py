@@ -26,6 +26,7 @@ from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.state import StateStore, restoring
 from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.session.turns import Turns
 from canzona_compile.views.pieces import PiecesView
 
 Ranks = tuple[int, ...]
@@ -129,12 +130,14 @@ class PortableState:
     Attributes:
         driver: takes the steps of the current plan; None before the first step and after `close`.
         siblings: plans the optimizers of a chain together; None if this one is in no chain.
+        turns: lets one call at a time work on the optimizer; those of a chain share it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.driver: StepDriver | None = None
         self.siblings: Siblings | None = None
+        self.turns = Turns()
         self._agreement: RankAgreement | None = None
         self._consolidated: Consolidated | None = None
 
@@ -160,6 +163,7 @@ class PortableState:
         """
         told = self.partners()
         if told:
+            self.turns.check_thread(purpose)
             if self._agreement is not None:
                 self._agreement.check()
             meet_all(told, self.meeting_of, gathering(purpose))
@@ -183,21 +187,15 @@ class PortableState:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""
         return {} if self.driver is None else partners(self.driver.store)
 
-    @property
-    def has_objects(self) -> bool:
-        """Whether it has stepped by optimizer objects of its own."""
-        driver = self.driver
-        bound = () if driver is None else driver.plan.bound.items()
-        return any(own.kind.recipe is not None and name in driver.store.initialised for name, own in bound)
-
     def check_taken_back(self) -> None:
         """Raise if the optimizer cannot go on from its portable state by itself.
 
         Raises:
             CanzonaError: the state is that of one optimizer object per matrix.
         """
-        states = self.optimizer.state.values()
-        if self.has_objects or any(isinstance(state, dict) and is_portable(state) for state in states):
+        stepped = () if self.driver is None else self.driver.store.initialised
+        objects = (self.driver is not None and self.driver.plan.bound[name].kind.recipe for name in stepped)
+        if any(objects) or any(isinstance(own, dict) and is_portable(own) for own in self.optimizer.state.values()):
             raise CanzonaError(
                 f"{plain_class(self.optimizer).__name__} ran as one optimizer object per matrix, and what those "
                 "objects keep cannot be merged back into one plain optimizer",
@@ -232,21 +230,23 @@ class PortableState:
         Raises:
             CanzonaError: a rank that this needs does not make this call, too, or another rank has the state.
         """
-        kept = self._consolidated
-        if kept is None:
-            self.meet(purpose)
-            with self.gathered_state():
-                yield
-        elif kept.state is not None:
-            with restoring(self.optimizer):
-                self.optimizer.state.clear()
-                self.optimizer.state.update(kept.state)
-                yield
-        else:
-            raise CanzonaError(
-                f"{purpose} was called on rank {self.rank}, but the state was consolidated to rank {kept.to}",
-                hint="call it on that rank only, or on all ranks without consolidate",
-            )
+        with self.turns.take(purpose):
+            kept = self._consolidated
+            if kept is None:
+                self.meet(purpose)
+                with self.gathered_state():
+                    yield
+                return
+            if kept.state is not None:
+                with restoring(self.optimizer):
+                    self.optimizer.state.clear()
+                    self.optimizer.state.update(kept.state)
+                    yield
+                return
+        raise CanzonaError(
+            f"{purpose} was called on rank {self.rank}, but the state was consolidated to rank {kept.to}",
+            hint="call it on that rank only, or on all ranks without consolidate",
+        )
 
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:
