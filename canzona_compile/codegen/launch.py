@@ -97,12 +97,13 @@ class GroupedKernel(torch.nn.Module):
         table: how the operands of the last call lie; None before the first one.
         words: addresses and numbers, those of this kernel alone or also those of others; None before the first call.
         odd: whether the last call worked on copies of fragments.
+        writes: how often anything was written to its words; who wrote last may see that somebody did so since.
     """
 
     def __init__(self, title: str, programs: Sequence[PointwiseProgram], parts: Sequence[int]) -> None:
         super().__init__()
         self.title, self.programs, self.parts = title, tuple(programs), tuple(parts)
-        self.launches = self.uploads = 0
+        self.launches = self.uploads = self.writes = 0
         self.odd = False
         self._kernel: Any = None
         self.table: SegmentTable | None = None
@@ -173,6 +174,7 @@ class GroupedKernel(torch.nn.Module):
         if self.table is not laid.table:
             return False
         self._last = None
+        self.writes += 1
         self._places[:] = laid.addresses
         return True
 
@@ -186,10 +188,12 @@ class GroupedKernel(torch.nn.Module):
         """
         assert self.table is not None
         self._last = None
+        self.writes += 1
         self.table.place(self._places, part, operand, addresses)
 
     def number(self, values: Sequence[float]) -> None:
         """Let the numbers of all parts have these values. Nothing is sent yet."""
+        self.writes += 1
         self._numbers[:] = np.array(values, np.float64).view(np.int64)
 
     def flush(self) -> None:

@@ -95,11 +95,14 @@ class WordsHeld:
         recording: the recording whose replay reads them.
         places: by input, the addresses of its tensors.
         numbers: the values of the host, as text: 0.0 and -0.0 are equal as numbers.
+        writes: how often words of kernels had been written to, this time included. If that grew since, somebody ran
+            the program in another way, and the words hold something else.
     """
 
     recording: Recording
     places: dict[int, list[int]] = field(default_factory=dict)
     numbers: str = ""
+    writes: int = -1
 
 
 class Replay:
@@ -205,7 +208,6 @@ class Replay:
             return
         self._lay()
         self._fill()
-        self._held = None
         given = self.copies.fill(arguments)
         if not self._rehearsed:
             self._rehearsed = True
@@ -309,15 +311,13 @@ class Replay:
             recordings are dropped.
         """
         held = self._held
+        if held is None or held.recording is not recording or held.writes != self._writes():
+            held = self._held = WordsHeld(recording)
         for name, laid in recording.laid.items():
             kernel = self._kernels[name]
-            if kernel.table is not laid.table or (
-                (held is None or held.recording is not recording) and not kernel.resume(laid)
-            ):
+            if not (kernel.table is laid.table if held.writes >= 0 else kernel.resume(laid)):
                 self.forget()
                 return False
-        if held is None or held.recording is not recording:
-            held = self._held = WordsHeld(recording)
         for i, addresses in self._places.items():
             if held.places.get(i) != addresses:
                 held.places[i] = addresses
@@ -327,12 +327,16 @@ class Replay:
             held.numbers = numbers
             for name in recording.laid:
                 self._kernels[name].number([self._wanted[i] for part in self._split.tables[name] for i in part])
+        held.writes = self._writes()
         self._fill()
         return True
 
+    def _writes(self) -> int:
+        """How often anything was written to the words of its kernels."""
+        return sum(kernel.writes for kernel in self._kernels.values())
+
     def _plainly(self, arguments: Sequence[Any]) -> None:
         """Run the program as it was emitted, call by call."""
-        self._held = None
         with self.entered():
             self.plain(*arguments)
 

@@ -121,6 +121,24 @@ NAMED: dict[str, Callable[..., Any]] = {
 }
 
 
+@contextlib.contextmanager
+def patched_once() -> Iterator[None]:
+    """Inside this context, which is one launch, the interpreter patches the language once, not for each function that
+    the kernel calls: that takes half of the time of a test."""
+    from triton.runtime import interpreter
+
+    real, seen = interpreter._patch_lang, set[Any]()
+
+    def patch(function: Any) -> Any:
+        langs = frozenset(id(v) for v in function.__globals__.values() if inspect.ismodule(v))
+        found = None if langs in seen else real(function)
+        seen.add(langs)
+        return found
+
+    with mock.patch.object(interpreter, "_patch_lang", patch):
+        yield
+
+
 class LaterKernel:
     """A generated kernel of the stand-in: it reads its tables when its turn comes, as a launch does."""
 
@@ -134,7 +152,7 @@ class LaterKernel:
             def work() -> None:
                 import numpy as np
 
-                with plainly(), np.errstate(all="ignore"):
+                with plainly(), np.errstate(all="ignore"), patched_once():
                     self.kernel[grid](*inner, **options)
 
             if isinstance(tables[0], DeviceTensor):

@@ -26,6 +26,7 @@ from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session import plan, program_cache, state, step_driver
+from canzona_compile.session.audit import Audit
 from canzona_compile.session.program_cache import BoundProgram, ProgramMaker
 from canzona_compile.session.session import Session
 from canzona_compile.session.variant_selection import Names
@@ -136,6 +137,8 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         for owner, name in (
             (state.StateStore, "release"),
             (Session, "_start"),
+            (Audit, "before"),
+            (Audit, "after"),
         ):
             stack.enter_context(patched(owner, name, settled(getattr(owner, name))))
         yield run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.program_memory import ProgramTensors
+from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.session.plan import emit
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.on_device import DeviceExecutor, look, on_stand_in
@@ -122,8 +123,8 @@ class ProgramRun:
         self.executor.arguments()  # makes all leaves
         self.first = {key: value.clone() for key, value in tensors.leaves.items()}
 
-    def step(self, at: int) -> None:
-        """Take a step, between gradients that are written and gradients that are dropped."""
+    def step(self, at: int, timed: bool = False) -> None:
+        """Take a step, between gradients that are written and gradients that are dropped, with a clock if asked."""
         tensors = self.tensors
         tensors.at = at
         for key in sorted(tensors.gradients):
@@ -131,7 +132,10 @@ class ProgramRun:
                 tensors.leaves[key] = torch.full_like(self.first[key], float("nan"))
                 current_device().graveyard.append(tensors.leaves[key])
             write(tensors.leaves[key], self.first[key] * (1 + at))
-        self.executor.run()
+        if timed:
+            self.executor.run_timed(StepClock(self.executor.sources.device))
+        else:
+            self.executor.run()
         for key in sorted(tensors.gradients):
             write(tensors.leaves[key], None)
 
@@ -162,6 +166,7 @@ def run_programs(
     number_of: Callable[[str, int], float] = steady,
     cuda_graphs: bool = True,
     moving: bool = False,
+    timed: Collection[int] = (),
 ) -> list[dict[tuple[str, str], Tensor]]:
     """Run the programs some times.
 
@@ -173,6 +178,7 @@ def run_programs(
         number_of: finds a number by its name and the number of the step.
         cuda_graphs: whether programs may be recorded.
         moving: whether gradients are elsewhere on every step.
+        timed: the steps that a clock looks at, call by call.
 
     Returns:
         The leaves of each rank, without gradients, as the caller's stream finds them at the end.
@@ -184,7 +190,7 @@ def run_programs(
             program = planted(program, plant)
         made = ProgramRun(program, RankTensors(steps[rank], rank, number_of), cuda_graphs, moving)
         for at in range(count):
-            made.step(at)
+            made.step(at, at in timed)
         look()
         tensors = made.tensors
         return {k: v.clone() for k, v in tensors.leaves.items() if k not in tensors.gradients}

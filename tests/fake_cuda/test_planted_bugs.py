@@ -45,6 +45,7 @@ class Setting:
     changing: bool = False
     cuda_graphs: bool = True
     moving: bool = False
+    beside: bool = False
     name: str = "muon"
     options: tuple[tuple[str, Any], ...] = (("micro_groups", 4),)
 
@@ -59,7 +60,9 @@ def outcome(setting: Setting, seed: int | None, plant: Any = None) -> Any:
     steps = programs(setting)
     # The third step is recorded, later ones replay; where gradients are copied once they have moved twice, the fifth.
     count = 2 if not setting.cuda_graphs else 7 if setting.moving and not setting.kernels else 5
-    return run_programs(steps, seed, plant, count, number_of, setting.cuda_graphs, setting.moving)
+    timed = (4,) if setting.beside else ()
+    count += len(timed)
+    return run_programs(steps, seed, plant, count, number_of, setting.cuda_graphs, setting.moving, timed)
 
 
 @cache
@@ -269,11 +272,16 @@ MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     ),
     "a rehearsal does not fork": (Setting((1, 1), options=()), lambda: joined(False, True)),
     "a rehearsal does not join": (Setting((1, 1), options=()), lambda: joined(True, False)),
+    "nobody sees that others run a program": (
+        Setting((1, 1), kernels=True, options=(), beside=True),
+        replaced(Replay, "_writes", lambda replay: 0),
+    ),
 }
 MISTAKES |= MOVING
+SEEN = [*MOVING, "nobody sees that others run a program"]
 
 
-@pytest.mark.parametrize("mistake", [*first([m for m in MISTAKES if m not in MOVING], 6), *MOVING])
+@pytest.mark.parametrize("mistake", [*first([m for m in MISTAKES if m not in SEEN], 6), *SEEN])
 def test_mistakes_in_the_runtime_are_found(mistake: str) -> None:
     setting, patch = MISTAKES[mistake]
     right(setting)

@@ -44,7 +44,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 # Where a rank finds new code in a step, others must not know of it from the captures that they share.
 APART: dict[int, Shared] = defaultdict(dict)
-Edit = Callable[[Optimizer], None]  # what a user does to an optimizer between steps
+Edit = Callable[[Optimizer], Any]  # what a user does to an optimizer between steps
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Script:
         steps: how many steps it takes.
         edits: by step, what is done before it.
         missing: by step, the parameters that have no gradient then.
+        joins: the steps before which one more of the last parameters gets into a group of its own.
         moving: whether gradients are elsewhere than on the step before; by rank and step.
         options: of `wrap`.
         kernels: whether elementwise work runs in generated kernels, interpreted.
@@ -67,6 +68,7 @@ class Script:
     steps: int = 7
     edits: dict[int, Edit] = field(default_factory=dict)
     missing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    joins: tuple[int, ...] = ()
     moving: Callable[[int, int], bool] = lambda rank, step: False
     options: dict[str, Any] = field(default_factory=dict)
     kernels: bool = False
@@ -103,8 +105,10 @@ def plain_training(script: Script) -> Plain:
     first = [torch.randn(shape, generator=random) for shape in SHAPES]
     grads = [[torch.randn(shape, generator=random) for shape in SHAPES] for _ in range(script.steps)]
     params = [torch.nn.Parameter(value.clone()) for value in first]
-    optimizer = MAKERS[script.name](params)
+    optimizer = MAKERS[script.name](params[: len(params) - len(script.joins)])
     for step, values in enumerate(grads):
+        if step in script.joins:
+            optimizer.add_param_group({"params": [params[script.joins.index(step) - len(script.joins)]]})
         if step in script.edits:
             script.edits[step](optimizer)
         for i, (param, grad) in enumerate(zip(params, values, strict=True)):
@@ -134,7 +138,7 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
     """Train on one rank."""
     device = current_device()
     laid = Laid(plain.first, script.case)
-    optimizer: Any = MAKERS[script.name](laid.params)
+    optimizer: Any = MAKERS[script.name](laid.params[: len(laid.params) - len(script.joins)])
     canzona_compile.wrap(optimizer, replicate=replicate_of(script.case), **script.options)
     share_captures(optimizer, APART[rank] if script.missing or script.name != "muon" else SHARED)
     homes: list[Any] = [None] * len(laid.params)
@@ -142,6 +146,8 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
     steady: Counter[str] = Counter()
     copied: list[list[int]] = []
     for step, values in enumerate(plain.grads):
+        if step in script.joins:
+            optimizer.add_param_group({"params": [laid.params[script.joins.index(step) - len(script.joins)]]})
         if step in script.edits:
             look()
             script.edits[step](optimizer)
