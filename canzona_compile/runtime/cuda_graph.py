@@ -31,7 +31,6 @@ from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.codegen.step_words import StepWords, even
-from canzona_compile.compat.matmul_precision import put_back_on_error
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
@@ -43,13 +42,15 @@ from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.stretches import CutProgram, ProgramStretch
 
 MOST_RECORDINGS = 3
+MOST_FAILURES = 3  # of recordings; later ones may find more memory
+PAUSE = 20  # steps from a recording that failed to the next one
 MOST_MOVES = 1  # of gradients that operators of torch read; they are copied from the next move on
 
 
 class Recorder(Protocol):
-    """Runs and records stretches; a `GraphRecorder` on CUDA."""
+    """Records stretches; a `GraphRecorder` on CUDA."""
 
-    def rehearse(self, run: Run, stream: str) -> None: ...
+    def make_room(self) -> None: ...
     def record(self, run: Run, stream: str) -> Run: ...
 
 
@@ -139,6 +140,8 @@ class Replay:
         self.wandered = False
         self.copies = GradientCopies({} if gradients is None else gradients)
         self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
+        self._problem = ""  # of the last recording that failed
+        self._failures = self._pause = 0
         self._moves = 0  # how often gradients have moved that operators of torch read
         inputs = list(program.inputs.values())
         self.program, self.device = program, device
@@ -161,6 +164,8 @@ class Replay:
         """How the program runs, for reports."""
         if self.stopped:
             return f"call by call: {self.stopped}"
+        if not self._known and self._problem:
+            return f"call by call: it could not be recorded, which is tried again: {self._problem}"
         if not self._known:
             return (
                 "call by call, until two steps in a row have the same numbers where operators keep them, "
@@ -206,13 +211,17 @@ class Replay:
                 self._stop("its tensors are elsewhere every few steps, or a number changes that an operator keeps")
             self._plainly(arguments)
             return
+        if self._pause:
+            self._pause -= 1
+            self._plainly(arguments)
+            return
         self._lay()
         self._fill()
         given = self.copies.fill(arguments)
         if not self._rehearsed:
             self._rehearsed = True
             with self.entered():
-                self._cut.run([*given, *self._values], self._rehearse)
+                self._cut.run([*given, *self._values], lambda stretch, inputs: stretch.module(*inputs))
             return
         self._record(key, given)
 
@@ -236,12 +245,6 @@ class Replay:
         found = {i for i, own, before in pairs if own != before}
         return found if found <= self._gradients.keys() and not any(map(self._listed, found)) else set()
 
-    def _rehearse(self, stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run a stretch where it will be recorded."""
-        found: list[Sequence[Any]] = []
-        self.recorder.rehearse(lambda: found.append(stretch.module(*inputs)), stretch.stream)
-        return found[0]
-
     def _record(self, key: StepKey, arguments: Sequence[Any]) -> None:
         """Run the program once more, and record each stretch before it runs.
 
@@ -257,21 +260,25 @@ class Replay:
                 replays.append(None)
                 return stretch.module(*inputs)  # type: ignore[no-any-return]
             try:
-                with put_back_on_error():
-                    replay = self.recorder.record(lambda: found.append(stretch.module(*inputs)), stretch.stream)
+                replay = self.recorder.record(lambda: found.append(stretch.module(*inputs)), stretch.stream)
             except Exception as error:  # from the device or from Triton; nothing was executed
                 problem = (str(error) or repr(error)).splitlines()[0]
                 return stretch.module(*inputs)  # type: ignore[no-any-return]
             self._flush(stretch)
             replay()
             replays.append(replay)
-            return found[0]
+            return found[-1]
 
+        self.recorder.make_room()
         with self.entered():
             self._cut.run([*arguments, *self._values], launch)
         if problem:
-            self._stop(f"it cannot be recorded: {problem}")
+            self._problem, self._pause, self._rehearsed = problem, PAUSE, False
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                self._stop(f"it cannot be recorded: {problem}")
             return
+        self._problem = ""
         self.recordings += 1
         self._tried += 1
         self._known[key] = Recording(replays, {name: kernel.laid() for name, kernel in self._kernels.items()})

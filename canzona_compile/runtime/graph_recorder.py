@@ -1,10 +1,11 @@
 """Record what a stretch of a program launches as a CUDA graph.
 
 A recording is begun on a stream of its own, but the work in it is put on a *work stream*, which forks from that stream
-and joins it again. Work streams live as long as the process, and every stretch ran on its work stream before it is
-recorded. So the scratch memory that libraries keep per stream is there already. Torch frees the scratch memory of the
-stream that a recording was begun on when the recording is dropped, although other recordings may use it
-(pytorch#193402); that stream never has any.
+and joins it again. Libraries keep scratch memory per stream, and recorded products hold its address. Up to version 2.14
+torch frees it while recordings need it: for the stream that a recording was begun on when that recording is dropped
+(pytorch#193402), and for all streams when somebody asks, as Inductor does around CUDA graphs of its own. Therefore
+recordings begin on a stream that never has any, and work streams, which live as long as the process, get theirs from
+memory that is never given back (`keep_scratch`).
 
 The recordings of all programs share one pool of memory as long as there are any. Torch cannot use the handle of a pool
 again once its last recording was dropped.
@@ -13,13 +14,15 @@ again once its last recording was dropped.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from canzona_compile.compat.matmul_precision import put_back_on_error
 from canzona_compile.compat.torch_private import end_allocation_to_pool
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
 from canzona_compile.runtime.streams import index_of, stream_named
@@ -59,7 +62,7 @@ class RecordedStretch:
 
 
 class GraphRecorder:
-    """Rehearses and records stretches of programs.
+    """Records stretches of programs.
 
     Args:
         device: the device of the work.
@@ -68,33 +71,19 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def rehearse(self, run: Run, stream: str) -> None:
-        """Run a stretch on its work stream. The current stream waits for it.
-
-        Args:
-            run: launches the work.
-            stream: the name of the stream on which the program has it.
-        """
-        caller, work = torch.cuda.current_stream(self.device), self._work(stream)
-        if work == caller:
-            run()
-            return
-        work.wait_stream(caller)
-        try:
-            torch.cuda.set_stream(work)
-            run()
-        finally:
-            torch.cuda.set_stream(caller)
-            caller.wait_stream(work)
+    def make_room(self) -> None:
+        """Give back memory that nobody uses: while a recording is made, torch gives back none, and takes new memory."""
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def record(self, run: Run, stream: str) -> Run:
-        """Record a stretch.
+        """Record a stretch. If memory runs out, try it once more.
 
         Other threads, such as NCCL's watchdog, may use the device meanwhile. Only this thread may not do what cannot
         be recorded.
 
         Args:
-            run: launches the work. It was rehearsed.
+            run: launches the work. It ran before.
             stream: the name of the stream on which the program has it.
 
         Returns:
@@ -104,40 +93,81 @@ class GraphRecorder:
             Exception: something in the run cannot be recorded. Nothing was executed, and the device is as it was
                 before.
         """
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return self._record(run, stream)
+        self.make_room()  # now that no error holds what the run computed
+        return self._record(run, stream)
+
+    def _record(self, run: Run, stream: str) -> RecordedStretch:
         index = index_of(self.device)
         pool, graph = pool_of(index), torch.cuda.CUDAGraph()
         caller = torch.cuda.current_stream(self.device)
-        origin, work = stream_named(ORIGIN, index), self._work(stream)
+        origin, work = stream_named(ORIGIN, index), stream_named(work_stream(stream), index)
         try:
+            torch.cuda.set_stream(work)
+            keep_scratch(self.device)
             torch.cuda.set_stream(origin)
-            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-            try:
-                work.wait_stream(origin)
-                torch.cuda.set_stream(work)
-                run()
-                origin.wait_stream(work)
-            except BaseException:
+            origin.wait_stream(caller)  # the beginning writes to random generators, which CUDA graphs of the model read
+            with not_collecting(), put_back_on_error():
+                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+                try:
+                    work.wait_stream(origin)
+                    torch.cuda.set_stream(work)
+                    run()
+                    origin.wait_stream(work)
+                except BaseException:
+                    torch.cuda.set_stream(origin)
+                    with contextlib.suppress(RuntimeError):  # what ended the run says more
+                        graph.capture_end()
+                    raise
                 torch.cuda.set_stream(origin)
-                with contextlib.suppress(RuntimeError):  # what ended the run says more
-                    graph.capture_end()
-                raise
-            torch.cuda.set_stream(origin)
-            graph.capture_end()
+                graph.capture_end()
         except BaseException:
             torch.cuda.set_stream(caller)
             clean_up(graph, index, pool)
             raise
-        torch.cuda.set_stream(caller)
+        finally:
+            torch.cuda.set_stream(caller)
+            caller.wait_stream(origin)
         return RecordedStretch(graph, pool)
-
-    def _work(self, stream: str) -> Any:
-        """The work stream for a stream of a program."""
-        return stream_named(work_stream(stream), index_of(self.device))
 
 
 def work_stream(stream: str) -> str:
     """The name of the stream on which work of a stream is recorded. The caller's own may not be able to record."""
     return COMPUTE if stream == CALLER else stream
+
+
+@contextlib.contextmanager
+def not_collecting() -> Iterator[None]:
+    """Inside this context Python collects no garbage, in which tensors, events and CUDA graphs may be."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_scratch: dict[int, Any] = {}  # by the index of the device; no other memory comes from it
+
+
+def keep_scratch(device: torch.device) -> None:
+    """Let the current stream have scratch memory for products from a pool of ours, unless it has such memory.
+
+    Torch may forget it, but the pool never gives its memory to anybody else. The device's memory for that is some
+    megabytes, 32 at most.
+
+    Args:
+        device: the device of the stream.
+    """
+    index = index_of(device)
+    if index not in _scratch:
+        _scratch[index] = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(_scratch[index], index):
+        square = torch.zeros(16, 16, device=device)
+        torch.mm(square, square)  # takes that of cuBLAS
+        torch.addmm(square[0], square, square)  # takes that of cuBLASLt
 
 
 def clean_up(graph: Any, device: int, pool: GraphPool) -> None:

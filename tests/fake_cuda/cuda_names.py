@@ -17,7 +17,7 @@ import torch
 from canzona_compile.codegen import launch
 from canzona_compile.kernels import tensor_args
 from canzona_compile.runtime import graph_recorder, streams
-from tests.fake_cuda.device import FakeDevice, FakeEvent, FakeStream, current_device, has_device
+from tests.fake_cuda.device import FakeDevice, FakeEvent, FakeMemPool, FakeStream, current_device, has_device
 from tests.fake_cuda.graphs import HANDLES, FakeGraph
 from tests.fake_cuda.tensors import DeviceTensor, plainly
 
@@ -92,6 +92,17 @@ def recording(graph: FakeGraph, pool: Any = None, stream: Any = None, **_: Any) 
             graph.capture_end()
 
 
+@contextlib.contextmanager
+def from_pool(pool: FakeMemPool, device: Any = None) -> Iterator[None]:
+    """Stands in for `torch.cuda.use_mem_pool`."""
+    where = own(device)
+    where.scratch = pool
+    try:
+        yield
+    finally:
+        where.scratch = None
+
+
 def is_capturing() -> bool:
     device = current_device()
     return device.capture is not None and device.current.queue in device.capture.lanes
@@ -101,6 +112,9 @@ NAMED: dict[str, Callable[..., Any]] = {
     "Stream": stream_made,
     "Event": FakeEvent,
     "CUDAGraph": FakeGraph,
+    "MemPool": FakeMemPool,
+    "use_mem_pool": from_pool,
+    "empty_cache": lambda: current_device().cached.clear(),
     "current_stream": lambda device=None: own(device).current,
     "default_stream": lambda device=None: own(device).default,
     "set_stream": set_stream,
@@ -189,6 +203,7 @@ def cuda_replaced() -> Iterator[None]:
         for cached in (streams.stream_named, tensor_args.decide):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
-        graph_recorder._pools.clear()  # of devices that are gone, as other processes would be
-        stack.callback(graph_recorder._pools.clear)
+        for known in (graph_recorder._pools, graph_recorder._scratch):
+            known.clear()  # type: ignore[attr-defined]  # of devices that are gone, as other processes would be
+            stack.callback(known.clear)  # type: ignore[attr-defined]
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,11 +80,29 @@ class FakeEvent:
             device.scheduler.put(Item("an event", stream.queue, lambda: None, list(self.items)))
 
 
+class FakeMemPool:
+    """Stands in for `torch.cuda.MemPool`: as long as it exists, nobody else gets its memory."""
+
+    dead = False
+
+
 @dataclass(eq=False)
 class Workspace:
-    """The library's scratch memory for products on one stream, and whether it was freed."""
+    """The library's scratch memory for products on one stream.
 
-    freed: bool = False
+    Attributes:
+        home: the pool that it is from; None for ordinary memory.
+        forgotten: whether torch has given it back.
+    """
+
+    home: Callable[[], FakeMemPool | MemoryPool | None]
+    forgotten: bool = False
+
+    @property
+    def freed(self) -> bool:
+        """Whether others may have its memory."""
+        home = self.home()
+        return self.forgotten and (home is None or home.dead)
 
 
 class FakeDevice:
@@ -99,6 +118,11 @@ class FakeDevice:
         capture: what is being recorded; None if nothing is.
         pools: the memory of recordings by handle.
         workspaces: for each stream that ran a product, the scratch memory of the library for it.
+        scratch: the pool that memory is taken from in `use_mem_pool`; None outside of it.
+        offset: of the random numbers of all recordings, as up to torch 2.12.
+        capacity: the bytes of its memory; None for as many as anybody wants.
+        cached: by stream, the bytes that are free and that only this stream gets.
+        failures: what the next ends of recordings raise.
     """
 
     def __init__(self, index: int, scheduler: Scheduler, block: Callable[[Callable[[], bool]], None]) -> None:
@@ -107,6 +131,11 @@ class FakeDevice:
         self.capture: Capture | None = None
         self.pools: dict[tuple[int, int], MemoryPool] = {}
         self.workspaces: dict[Queue, Workspace] = {}
+        self.scratch: FakeMemPool | None = None
+        self.offset = 0
+        self.capacity: int | None = None
+        self.cached: Counter[Queue] = Counter()
+        self.failures: list[Exception] = []
         self.free: dict[Queue, list[Tensor]] = {}  # by maker, memory that it may use anew
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
         self.room = 1 << 40  # bytes that are free before the first plan
@@ -166,11 +195,24 @@ class FakeDevice:
         if capture is not None and self.current.queue not in capture.lanes:
             raise DeviceError(f"memory on {self.current.queue.name}, which takes no part in the recording")
         taken = rounded(memory)
-        self.held += taken if capture is None else capture.pool.take(self.current.queue, taken)
+        if capture is None:
+            self.cached[self.current.queue] -= min(taken, self.cached[self.current.queue])
+            self.held += self.fitting(taken)
+        else:
+            self.held += capture.pool.take(self.current.queue, taken, self.fitting)
         self.most = max(self.most, self.held)
         block = Block(memory, self.current.queue, None if capture is None else capture.pool)
         when_freed(block, self.freed)
         return tensor, block
+
+    def fitting(self, size: int) -> int:
+        """The bytes, if there is room for them. While something is recorded, none that are cached are given back."""
+        if self.capacity is not None and self.held + self.cached.total() + size > self.capacity:
+            if self.capture is None:
+                self.cached.clear()
+            if self.held + self.cached.total() + size > self.capacity:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+        return size
 
     def freed(self, memory: Tensor, maker: Queue, pool: MemoryPool | None) -> None:
         """Give memory back: the next tensor that is made on its stream may lie in it."""
@@ -181,6 +223,7 @@ class FakeDevice:
             pool.free.append((memory, maker))
             return
         self.held -= rounded(memory)
+        self.cached[maker] += rounded(memory)
         if not self.scheduler.prompt and self.capture is None:
             self.free.setdefault(maker, []).append(memory)
 
@@ -188,8 +231,15 @@ class FakeDevice:
         """The library's scratch memory for products on the current stream."""
         queue = self.current.queue
         if queue not in self.workspaces:
-            self.workspaces[queue] = Workspace()
+            home = self.scratch or (self.capture and self.capture.pool)
+            self.workspaces[queue] = Workspace(weakref.ref(home) if home else lambda: None)
         return self.workspaces[queue]
+
+    def forget_workspaces(self) -> None:
+        """Stands in for `torch._C._cuda_clearCublasWorkspaces`, which Inductor calls around its own recordings."""
+        for own in self.workspaces.values():
+            own.forgotten = True
+        self.workspaces.clear()
 
 
 def rounded(memory: Tensor) -> int:

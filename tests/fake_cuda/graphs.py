@@ -39,10 +39,10 @@ class MemoryPool:
     held: Counter[Queue] = field(default_factory=Counter)
     kept: Counter[Queue] = field(default_factory=Counter)
 
-    def take(self, queue: Queue, size: int) -> int:
-        """Give away memory of a stream; returns how many bytes the pool had to get for that."""
+    def take(self, queue: Queue, size: int, fitting: Callable[[int], int]) -> int:
+        """Give away memory of a stream; returns how many bytes the pool had to get for that, if there are so many."""
+        more = fitting(max(0, self.held[queue] + size - self.kept[queue]))
         self.held[queue] += size
-        more = max(0, self.held[queue] - self.kept[queue])
         self.kept[queue] += more
         return more
 
@@ -125,6 +125,7 @@ class FakeGraph:
         memory = device.pools.setdefault(pool or (next(HANDLES), 0), MemoryPool())
         if memory.dead:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        device.put("random numbers of recordings", lambda: setattr(device, "offset", 0))
         self.capture = device.capture = Capture(device.current.queue, memory)
 
     def capture_end(self) -> None:
@@ -133,6 +134,8 @@ class FakeGraph:
         device.capture = None
         if device.current.queue is not capture.origin:
             raise RuntimeError("Capture must end on the same stream it began on.")
+        if device.failures:
+            raise device.failures.pop(0)
         capture.check_end()
         capture.pool.users += 1
         self.ended = True
@@ -169,7 +172,7 @@ def drop(device: FakeDevice, capture: Capture) -> None:
     """
     workspace = device.workspaces.pop(capture.origin, None)
     if workspace is not None:
-        workspace.freed = True
+        workspace.forgotten = True
     capture.pool.users -= 1
     capture.pool.dead = capture.pool.users == 0
     if capture.pool.dead:

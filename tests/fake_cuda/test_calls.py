@@ -12,6 +12,7 @@ import pytest
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
+from tests.fake_cuda.device import current_device, has_device
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.test_trainings import CASES, ROUNDING, measure, rate, reload, same_values
 from tests.fake_cuda.trainings import Edit, RankResult, Script, plain_training, run_script, wrong
@@ -61,6 +62,7 @@ CALLS: dict[str, Edit] = {
     "release": wrapped_anew,
     "deepcopy": lambda optimizer: copy.deepcopy(optimizer),
     "a changed number": lambda optimizer: rate(optimizer.param_groups[0]["lr"] * 0.9)(optimizer),
+    "torch forgets workspaces": lambda optimizer: current_device().forget_workspaces() if has_device() else None,
 }
 KEEPING = [edit for name, edit in CALLS.items() if name not in ("measure", "load_state_dict", "release")]
 # What several calls do, and what a script itself knows.

@@ -27,9 +27,11 @@ from canzona_compile.runtime.gradient_copies import GradientCopies
 from canzona_compile.runtime.graph_recorder import GraphRecorder
 from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.streams import CudaStreams, stream_named
+from tests.fake_cuda.device import FakeStream, current_device
+from tests.fake_cuda.on_device import look, on_stand_in
 from tests.fake_cuda.rank_programs import emitted_on, falling, run_programs, same, steady
 from tests.fake_cuda.scheduler import DeviceError
-from tests.fake_cuda.tensors import plainly
+from tests.fake_cuda.tensors import plainly, programs_run_here
 from tests.harness.marks import crossed, first
 
 SEEDS = range(50)
@@ -179,9 +181,7 @@ def replaced(owner: Any, name: str, value: Any) -> Mistake:
 
 @contextlib.contextmanager
 def joined(forks: bool, joins: bool) -> Iterator[None]:
-    """A rehearsal that does not fork from the caller's stream, or does not join it."""
-    from tests.fake_cuda.device import FakeStream, current_device
-
+    """A recording that does not fork from the caller's stream, or does not join it."""
     real = FakeStream.wait_stream
 
     def some(stream: FakeStream, other: FakeStream) -> None:
@@ -270,8 +270,6 @@ MISTAKES: dict[str, tuple[Setting, Mistake]] = {
         Setting(),
         replaced(GraphRecorder, "_work", lambda recorder, stream: stream_named("elsewhere", 0)),
     ),
-    "a rehearsal does not fork": (Setting((1, 1), options=()), lambda: joined(False, True)),
-    "a rehearsal does not join": (Setting((1, 1), options=()), lambda: joined(True, False)),
     "nobody sees that others run a program": (
         Setting((1, 1), kernels=True, options=(), beside=True),
         replaced(Replay, "_writes", lambda replay: 0),
@@ -287,3 +285,37 @@ def test_mistakes_in_the_runtime_are_found(mistake: str) -> None:
     right(setting)
     with patch():
         assert showing(setting) is not None
+
+
+def offsets_seen(seed: int) -> list[tuple[int, int]]:
+    """What two CUDA graphs of a model find as the offset of their random numbers, and what they have set.
+
+    The first one may run when a program is recorded, and the second one may be replayed right after that.
+    """
+    found: list[tuple[int, int]] = []
+
+    def work(rank: int) -> None:
+        device, recorder = current_device(), GraphRecorder(torch.device("cuda", 0))
+
+        def model(offset: int) -> None:
+            device.put("an offset", lambda: setattr(device, "offset", offset))
+            for _ in range(3):
+                device.put("a dropout", lambda: found.append((offset, device.offset)))
+
+        with programs_run_here(), torch.no_grad():
+            model(1)
+            recorder.record(lambda: None, CALLER)
+            model(2)
+            look()
+
+    with on_stand_in(seed, 1) as run:
+        run(work)
+    return found
+
+
+@pytest.mark.parametrize(("forks", "joins"), [(True, True), (False, True), (True, False)])
+def test_recordings_leave_random_numbers_of_the_model_alone(forks: bool, joins: bool) -> None:
+    with joined(forks, joins):
+        found = [seen for seed in SEEDS for seen in offsets_seen(seed)]
+    assert len(found) == 6 * len(SEEDS)
+    assert all(wanted == offset for wanted, offset in found) == (forks and joins)

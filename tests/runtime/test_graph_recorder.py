@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,7 @@ def test_a_recording_outlives_others() -> None:
         def product() -> None:
             value.copy_(torch.mm(value, value) / 4)
 
-        recorder.rehearse(product, CALLER)
+        product()
         one, other = (recorder.record(product, CALLER) for _ in range(2))
         one()
         del one
@@ -57,6 +58,75 @@ def test_a_recording_outlives_others() -> None:
         assert home.tolist() == [[1.0] * 4] * 4
 
     on_device(work)
+
+
+def test_scratch_memory_that_others_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor lets torch forget that of all streams. What recordings compute in nobody else gets, before and after."""
+
+    def work() -> None:
+        home = ones(4, 4)
+        value, recorder = adopted(home), GraphRecorder(CUDA)
+
+        def product() -> None:
+            value.copy_(torch.mm(value, value) / 4)
+
+        product()
+        made = [recorder.record(product, CALLER)]
+        for _ in range(2):
+            current_device().forget_workspaces()
+            product()
+            made.append(recorder.record(product, CALLER))
+            for replay in made:
+                replay()
+        look()
+        assert home.tolist() == [[1.0] * 4] * 4
+
+    on_device(work)
+
+
+def test_recordings_take_memory_that_was_cached() -> None:
+    """A device that is full of what other streams cached has room for one; so it has once some more was given back."""
+
+    def work() -> None:
+        home = ones(64)
+        value, recorder, device = adopted(home), GraphRecorder(CUDA), current_device()
+        recorder.record(lambda: value.add_(1), CALLER)  # takes scratch memory
+        other = stream_named("other", 0)
+        with torch.cuda.stream(other):
+            torch.empty(4096)  # and gives it back
+        assert device.cached[other.queue]
+        device.capacity = device.held + device.cached.total()
+
+        def add() -> None:
+            value.copy_(value + 1)
+
+        replay = recorder.record(add, CALLER)
+        assert not device.cached[other.queue]
+        device.failures = [torch.OutOfMemoryError()]
+        again = recorder.record(add, CALLER)
+        device.failures = [torch.OutOfMemoryError()] * 2
+        with pytest.raises(torch.OutOfMemoryError):
+            recorder.record(add, CALLER)
+        replay()
+        again()
+        look()
+        assert home.tolist() == [3.0] * 64
+
+    on_device(work)
+
+
+def test_nothing_is_collected_while_recording() -> None:
+    """Garbage may hold CUDA graphs and events, and their end is not permitted then."""
+    seen: list[bool] = []
+
+    def work() -> None:
+        recorder = GraphRecorder(CUDA)
+        with contextlib.suppress(ZeroDivisionError):
+            recorder.record(lambda: seen.append(gc.isenabled() or bool(1 / 0)), CALLER)
+        seen.append(gc.isenabled())
+
+    on_device(work)
+    assert seen == [True]
 
 
 def test_recordings_after_the_last_one_was_dropped() -> None:
