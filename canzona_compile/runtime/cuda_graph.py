@@ -31,6 +31,7 @@ from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.codegen.step_words import StepWords, even
+from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
@@ -81,11 +82,13 @@ class StepKey(NamedTuple):
         places: of each input that looks tensors up, where they are, or how they lie if the words of kernels say where.
         tensors: the addresses of hyperparameters that are tensors.
         fixed: the numbers that operators keep, as text: 0.0 and -0.0, and 1 and True, are equal as numbers.
+        precision: that of products of float32 matrices; see `precision_now`.
     """
 
     places: tuple[Hashable, ...]
     tensors: tuple[int, ...]
     fixed: tuple[str, ...]
+    precision: str
 
 
 @dataclass(eq=False, slots=True)
@@ -239,7 +242,7 @@ class Replay:
     def _moved(self, key: StepKey) -> set[int]:
         """The inputs that are elsewhere than on the step before, if these are gradients and all else is as it was."""
         last = self._last
-        if last is None or (key.tensors, key.fixed) != (last.tensors, last.fixed):
+        if last is None or key[1:] != last[1:]:
             return set()
         pairs = zip(self._moving, key.places, last.places, strict=True)
         found = {i for i, own, before in pairs if own != before}
@@ -394,7 +397,7 @@ class Replay:
                 fixed.append(repr(value))
         self._places = {}
         places = tuple(self._place(i, arguments[i]) for i in self._moving)
-        return StepKey(places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed))
+        return StepKey(places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed), precision_now())
 
     def _place(self, i: int, tensors: Sequence[Tensor]) -> Hashable:
         """What a recording keeps of where the tensors of an input are."""

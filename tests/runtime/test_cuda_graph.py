@@ -22,6 +22,7 @@ from torch.optim import Muon, Optimizer
 
 import canzona_compile
 from canzona_compile.codegen.launch import GroupedKernel, LaunchPart
+from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.program_ops import copy
@@ -248,6 +249,26 @@ def test_gradients_that_torch_reads_are_copied_once_they_moved_again(monkeypatch
         copied = len(replay.copies.shared)
         assert copied == (3 if i >= 8 else 0), i
     assert "recorded" in replay.how
+
+
+class Breaking(Optimizer):
+    """Its step is captured by dispatch, so that a switch of torch's makes no new plan."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            torch._dynamo.graph_break()
+            param.sub_(param.grad @ param.grad.T @ param.grad, alpha=0.1)
+
+
+def test_a_switch_of_the_precision_of_products_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators choose their algorithm by it when they are recorded."""
+    monkeypatch.setitem(MAKERS, "breaking", lambda params: Breaking(params, {}))
+    steps = Steps("breaking")
+    for i in range(10):
+        with matmul_precision("highest" if i < 5 else "high"):
+            assert steps.step() < 1e-5
+    assert [replay.recordings for replay in steps.replays] == [2]
 
 
 @pytest.mark.full
