@@ -8,6 +8,7 @@ when the first collective of the process starts, so later it changes nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ from canzona_compile.compat.torch_private import process_groups
 from canzona_compile.errors import MayHang
 
 VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+log = logging.getLogger(__name__)
 
 
 def keep_launch_order(groups: Iterable[dist.ProcessGroup], device: torch.device, certain: bool = True) -> None:
@@ -38,6 +41,13 @@ def keep_launch_order(groups: Iterable[dist.ProcessGroup], device: torch.device,
         return
     if VARIABLE not in os.environ and not any(has_communicator(own, device) for own in process_groups()):
         os.environ[VARIABLE] = "1"
+        if dist.get_rank() == 0:
+            log.warning(
+                "%s=1 is set now, because two NCCL communicators will be in use at once. NCCL then starts the "
+                "collectives of all communicators of this job in the order of the host's calls. Set it yourself to "
+                "choose.",
+                VARIABLE,
+            )
     elif certain:
         warnings.warn(
             MayHang(

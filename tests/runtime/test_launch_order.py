@@ -45,6 +45,7 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has set it; what a test sets goes again."""
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(launch_order.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(launch_order.dist, "get_process_group_ranks", lambda group: list(group.ranks))
 
 
@@ -59,8 +60,11 @@ def kept(*groups: FakeGroup, others: tuple[FakeGroup, ...] = (), certain: bool =
 SHARDS, REPLICAS = FakeGroup((0, 1)), FakeGroup((0, 2))
 
 
-def test_two_communicators_have_it_set_before_the_first_collective() -> None:
-    assert kept(SHARDS, REPLICAS) == "1"
+def test_two_communicators_have_it_set_before_the_first_collective(caplog: pytest.LogCaptureFixture) -> None:
+    """That is said once, because it holds for all communicators of the job."""
+    assert kept(SHARDS, REPLICAS) == kept(SHARDS, REPLICAS) == "1"
+    (said,) = caplog.messages
+    assert f"{VARIABLE}=1 is set" in said
 
 
 @pytest.mark.parametrize(
