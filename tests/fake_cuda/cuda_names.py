@@ -135,22 +135,13 @@ NAMED: dict[str, Callable[..., Any]] = {
 }
 
 
-@contextlib.contextmanager
-def patched_once() -> Iterator[None]:
-    """Inside this context, which is one launch, the interpreter patches the language once, not for each function that
-    the kernel calls: that takes half of the time of a test."""
+def patched_once() -> Any:
+    """Inside this context, a launch, the interpreter patches the language once, and not for each function that a kernel
+    calls, which would take half of a test's time."""
     from triton.runtime import interpreter
 
-    real, seen = interpreter._patch_lang, set[Any]()
-
-    def patch(function: Any) -> Any:
-        langs = frozenset(id(v) for v in function.__globals__.values() if inspect.ismodule(v))
-        found = None if langs in seen else real(function)
-        seen.add(langs)
-        return found
-
-    with mock.patch.object(interpreter, "_patch_lang", patch):
-        yield
+    real = iter([interpreter._patch_lang])
+    return mock.patch.object(interpreter, "_patch_lang", lambda function: next(real, lambda _: None)(function))
 
 
 class LaterKernel:
