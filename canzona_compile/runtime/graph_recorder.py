@@ -104,8 +104,9 @@ class GraphRecorder:
         caller = torch.cuda.current_stream(self.device)
         origin, work = stream_named(ORIGIN, index), stream_named(work_stream(stream), index)
         try:
-            torch.cuda.set_stream(work)
-            keep_scratch(self.device)
+            if work_stream(stream) == COMPUTE:  # other streams have no products
+                torch.cuda.set_stream(work)
+                keep_scratch(self.device)
             torch.cuda.set_stream(origin)
             origin.wait_stream(caller)  # the beginning writes to random generators, which CUDA graphs of the model read
             with not_collecting(), put_back_on_error():
