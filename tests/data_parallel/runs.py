@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
+from functools import reduce
+from itertools import product
 from typing import Any
 
 import torch
@@ -96,7 +98,7 @@ def clipped(plain: nn.Module, handle: Any, clip: float, dtype: torch.dtype) -> l
     expected = nn.utils.get_total_norm(grads)
     found: Tensor = handle.clip_grad_norm_(clip)
     nn.utils.clip_grads_with_norm_(plain.parameters(), clip, found)
-    cut = any(fragment.cut for fragment in handle.zero1.fragments.values())
+    cut = any(fragment.spread for fragment in handle.zero1.fragments.values())
     near = torch.allclose(found, expected, rtol=max(1e-6, torch.finfo(dtype).eps), atol=0.0)
     return [] if (near if cut else torch.equal(found, expected)) else [f"norm {found} for {expected}"]
 
@@ -120,7 +122,7 @@ def compare_with_plain(
     replicas: int = 1,
     **options: Any,
 ) -> list[str]:
-    """Train under zero1; a plain optimizer on this rank takes the reduced gradients. What differs, by step.
+    """Train under zero1; a plain optimizer on this rank takes the sum of all ranks' gradients. What differs, by step.
 
     Args:
         make: the optimizers, a key of `MAKERS`.
@@ -137,9 +139,9 @@ def compare_with_plain(
     mesh = mesh_of(shape, names)
     rank = mesh.get_local_rank("dp") + 10 * mesh.get_local_rank("replicas")
     model = Model(seed=rank).to(dtype)
-    plain = copy.deepcopy(model)
-    if tp > 1:
-        tensor_parallel(model, mesh["tp"])
+    plain, twin = copy.deepcopy(model), copy.deepcopy(model)  # the twin computes the gradients of every rank
+    for sharded in (model, twin) if tp > 1 else ():
+        tensor_parallel(sharded, mesh["tp"])
     data = mesh["replicas", "dp"] if replicas > 1 else mesh["dp"]
     found = zero1(model, make, data, **options)
     with torch.no_grad():
@@ -150,13 +152,14 @@ def compare_with_plain(
     schedules = scheduled([*expected, *found])
     differences: list[str] = []
     for step in range(steps):
+        wanted = summed(twin, model, shape[:2], step, accumulate)
         for micro in range(accumulate):
             with handle.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
                 (model(batch(step, rank, micro)) / accumulate).backward()
+        for one, grad in zip(plain.parameters(), wanted, strict=True):
+            one.grad = grad
         if clip is not None:
-            handle.clip_grad_norm_(clip)
-        for one, two in zip(plain.parameters(), model.parameters(), strict=True):
-            one.grad = None if two.grad is None else two.grad.full_tensor()
+            differences += [f"step {step}: {what}" for what in clipped(plain, handle, clip, dtype)]
         for optimizer in (*expected, *found):
             optimizer.step()
             optimizer.zero_grad()
@@ -168,3 +171,28 @@ def compare_with_plain(
         state = pytree.tree_map(lambda v: full(v) if isinstance(v, torch.Tensor) else v, two.state_dict()["state"])
         differences += [f"state {p}" for p in different_state(state, one.state_dict()["state"])]
     return differences
+
+
+def summed(twin: nn.Module, model: nn.Module, ranks: tuple[int, int], step: int, accumulate: int) -> list[Tensor]:
+    """The mean of the whole gradients of all ranks, added up as gloo moves them: in the order of ranks, then replicas.
+
+    Args:
+        twin: a copy of the model, which is given its parameters.
+        model: the model; its parameters are whole.
+        ranks: how many replicas there are, and how many ranks in each.
+        step: the number of the step.
+        accumulate: micro-steps per step.
+    """
+    with torch.no_grad():
+        for one, two in zip(twin.parameters(), model.parameters(), strict=True):
+            one.copy_(two)
+    rows: list[list[list[Tensor]]] = []  # by replica, rank and parameter
+    for replica, rank in product(*map(range, ranks)):
+        for micro in range(accumulate):
+            (twin(batch(step, rank + 10 * replica, micro)) / accumulate).backward()
+        grads = [full(p.grad) * (1.0 / (ranks[0] * ranks[1])) for p in twin.parameters() if p.grad is not None]
+        twin.zero_grad()
+        rows += [[]] if rank == 0 else []
+        rows[-1].append(grads)
+    replicas = [[reduce(torch.add, parts) for parts in zip(*row, strict=True)] for row in rows]
+    return [reduce(torch.add, parts) for parts in zip(*replicas, strict=True)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import canzona_compile
+from canzona_compile.data_parallel.collectives import Pending
 from tests.data_parallel.models import MAKERS
 from tests.data_parallel.runs import alone, compare_with_ddp, compare_with_plain
 from tests.harness.layouts import mesh_of
@@ -33,11 +35,30 @@ def test_two_ranks_train_as_under_ddp(make: str, dtype: torch.dtype, gather: str
         assert found == []
 
 
-@pytest.mark.parametrize(("world", "make", "dtype"), crossed([3, 4], list(MAKERS), DTYPES, most=0))
+@pytest.mark.parametrize(("world", "make", "dtype"), crossed([3, 4], list(MAKERS), DTYPES, most=1))
 def test_reduced_gradients_give_the_plain_step(world: int, make: str, dtype: torch.dtype) -> None:
     after = partial(alone, make, dtype)
     for found in run(world, compare_with_plain, make, STEPS, dtype, after=after, **LIKE_USERS):
         assert found == []
+
+
+def forgets_a_rank(pending: Pending) -> Tensor:
+    """Sum what all ranks sent but the last one."""
+    if pending.parts is not None:
+        pending.parts = pending.parts[:-1]
+    return complete(pending)
+
+
+complete = Pending.complete
+
+
+def without_a_rank() -> list[str]:
+    with mock.patch.object(Pending, "complete", forgets_a_rank):
+        return compare_with_plain("adamw", 1, bucket_bytes=BUCKETS)
+
+
+def test_the_part_of_a_rank_that_is_lost_is_found() -> None:
+    assert all(run(3, without_a_rank, after=partial(alone, "adamw", torch.float32)))
 
 
 @pytest.mark.parametrize(
