@@ -122,6 +122,7 @@ class Announcement:
         """
         self.finish()
         if self._error is not None:
+            self._channel.complete()  # a rank that announced something else may have done so already
             raise self._error
         return self._answers
 

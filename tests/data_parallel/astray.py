@@ -9,13 +9,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import canzona_compile
+from canzona_compile.runtime import meeting, waiter
 from tests.data_parallel.mistakes import set_up
 from tests.data_parallel.models import CHEAP, MAKERS, Model, batch, different
 
@@ -275,6 +278,41 @@ def astray(way: str, gather: str = "step", make: str = "sgd") -> Course:
     own.handle.synchronize()
     with own.noting("astray"):
         WAYS[way](own)
+    return gone_on(own)
+
+
+def reads_after_a_refusal(read: str) -> Course:
+    """Step again on one rank while the other one goes on, both refused; then read what is on its way, and go on."""
+    own = Trainee("forward")
+    own.whole_step(0)
+    with mock.patch.object(waiter, "PATIENCE", timedelta(seconds=0.1)), own.noting("astray"):
+        own.backward(1)
+        own.step()
+        if own.rank == 1:
+            own.step()
+        own.zero()
+        own.backward(2)
+    for step in (0, 1):
+        own.plain_step(step)
+    with mock.patch.object(meeting, "PATIENCE", timedelta(seconds=4)), own.noting("reading"):
+        READS[read](own)
+    return gone_on(own)
+
+
+def evaluates(own: Trainee) -> None:
+    with torch.no_grad():
+        own.model(batch(9, own.rank))
+
+
+READS: dict[str, Callable[[Trainee], object]] = {
+    "synchronize()": lambda own: own.handle.synchronize(),
+    "the model's state_dict()": lambda own: own.model.state_dict(),
+    "an evaluation": evaluates,
+}
+
+
+def gone_on(own: Trainee) -> Course:
+    """What became of a rank that tries to go on."""
     own.zero()
     for step in (3, 4):
         own.plain_step(step)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.data_parallel.astray import SOON, astray
+from tests.data_parallel.astray import READS, SOON, astray, reads_after_a_refusal
 from tests.data_parallel.mistakes import step_alone
 from tests.harness.marks import crossed
 from tests.harness.ranks import run
@@ -61,3 +61,12 @@ def test_a_batch_that_is_skipped_before_a_gradient_is_there() -> None:
     """No rank has begun to reduce then, so the other one waits for the next batch."""
     for course in run(2, astray, "fails_at_once", after=AFTER):
         assert (course.said, course.apart) == ([], [])
+
+
+@pytest.mark.parametrize("read", READS)
+def test_parameters_are_read_after_a_call_was_refused(read: str) -> None:
+    """One rank had gathered more of them than the other when it was."""
+    for course in run(2, reads_after_a_refusal, read, after=AFTER):
+        assert len(course.said) == 1, course.said
+        assert "made different calls, and nothing was changed" in course.said[0]
+        assert (course.apart, course.wrong) == ([], [])
