@@ -128,9 +128,10 @@ class Zero1:
     @contextlib.contextmanager
     def _around(self, session: OwnerSession) -> Iterator[None]:
         """The context of a step. In it, `_begun` announces the step, once it is certain that this rank can take it."""
-        self._state = session.state_text()
+        self._state = ""
         self._announcing, self._agreed = False, False
         try:
+            self._state = session.state_text()
             self._before()
             yield
             self._after(session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
-from canzona_compile.data_parallel.state import put_together, take_apart
+from canzona_compile.data_parallel.state import OwnedState, put_together, take_apart
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.meeting import Meeting
@@ -80,6 +81,7 @@ class OwnerSession(Session):
         self._noticed = False  # whether the whole state that is there now is counted
         self._stepped = False  # whether the optimizer has state since
         self._apart = False  # whether `optimizer.state` holds the state of the doubles
+        self._with_user = True  # whether users have it
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -91,25 +93,56 @@ class OwnerSession(Session):
         """
         if is_dummy_step(self.optimizer):
             return super().take_step()
-        with self.around():
+        if self._apart and not isinstance(self.optimizer.state, OwnedState):  # the user assigned it
+            self.forget_plan()
+        with self._taken_back(), self.around():
             new = super().take_step()
-        if self.fragments and not self.optimizer.state:
-            # Torch would assume that the optimizer never stepped, and take a dummy step on this rank alone.
-            self.optimizer.state[self.fragments[0].param] = {}
         self._stepped = True
+        if isinstance(self.optimizer.state, OwnedState):
+            self.optimizer.state.removed.clear()
         return new
 
     def prepared(self) -> StepDriver:
         """Plan if that is needed, which each rank does on its own, and agree with the other ranks on the step."""
+        self._remove()
         driver = super().prepared()
         if not self._in_dummy_step:
             self.begun()
         return driver
 
     def state_text(self) -> str:
-        """What users did to the state, which they have to do on all ranks."""
-        cleared = ", and cleared" if self._stepped and not self.optimizer.state else ""
-        return f"loaded {self._loaded} times{cleared}"
+        """What users did to the state, which they have to do on all ranks. Raises if they replaced some of it."""
+        state = self.optimizer.state
+        whole = (fragment.name for fragment in self.fragments if not state.get(fragment.param))
+        bare = state.changed() if isinstance(state, OwnedState) else set(whole)
+        which = "cleared" if len(bare) == len(self.fragments) else f"removed for {', '.join(sorted(bare))}"
+        return f"loaded {self._loaded} times" + (f", and {which}" if bare else "")
+
+    def _remove(self) -> None:
+        """Remove the state of what this rank owns of the parameters whose state users removed."""
+        state = self.optimizer.state
+        if not isinstance(state, OwnedState):
+            return
+        state.removed = state.changed()
+        keys = [key for f in self.fragments if f.name in state.removed for key in (f.param, *f.doubles)]
+        for view in self.driver.plan.views if keys and self.driver is not None else ():
+            keys += view.params if any(view.source is key for key in keys) else ()
+        for key in keys:
+            state.pop(key, None)
+
+    @contextlib.contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """Inside this context, users do not have `optimizer.state`."""
+        self._with_user = False
+        try:
+            yield
+        finally:
+            self._with_user = True
+
+    @contextlib.contextmanager
+    def portable_state(self, purpose: str = "state_dict()") -> Iterator[None]:
+        with self._taken_back(), super().portable_state(purpose):
+            yield
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
@@ -129,6 +162,9 @@ class OwnerSession(Session):
 
     def _start(self) -> Any:
         take_apart(self.optimizer, self.fragments)
+        if not self._in_dummy_step and not isinstance(self.optimizer.state, OwnedState):
+            names = {id(fragment.param): fragment.name for fragment in self.fragments}
+            self.optimizer.state = OwnedState(self.optimizer.state, names, lambda: self._with_user)
         self._apart, self._noticed = True, False
         return super()._start()
 
@@ -180,7 +216,7 @@ class OwnerSession(Session):
         found = super().partners()
         if self._apart and self._whole is not None:
             names = "\n".join(fragment.name for fragment in self.fragments)
-            found[self._whole.ranks] = f"{names}\n{found.get(self._whole.ranks, '')}"
+            found[self._whole.ranks] = f"{self.state_text()}\n{names}\n{found.get(self._whole.ranks, '')}"
         return found
 
     def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
@@ -198,15 +234,20 @@ class OwnerSession(Session):
 
         A new plan in mid-run needs `release` alone, which leaves each rank the state of what it owns.
         """
-        super().leave()
-        if self._apart:  # also on a rank that owns nothing, because the others wait for it
-            self._put_together()
-            self._apart = False
+        with self._taken_back():
+            self._remove()
+            super().leave()
+            if self._apart:  # also on a rank that owns nothing, because the others wait for it
+                self._put_together()
+                self._apart = False
+            if isinstance(self.optimizer.state, OwnedState):
+                self.optimizer.state = defaultdict(dict, self.optimizer.state)
 
     def forget_plan(self) -> None:
         """Drop the plan. If state was loaded just before, it is whole."""
         super().forget_plan()
-        if any(self.optimizer.state.get(f.param) for f in self.fragments):
+        state = self.optimizer.state
+        if not isinstance(state, OwnedState) and any(state.get(f.param) for f in self.fragments):
             self._apart = False
             self._loaded += not self._noticed
             self._noticed = True
@@ -225,6 +266,7 @@ class OwnerSession(Session):
         if not self._apart:
             yield
             return
+        self._remove()
         with super().gathered_state(), restoring(self.optimizer):
             self._put_together()
             yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.program_ops import Watch
@@ -24,6 +26,76 @@ class Unlaid(NamedTuple):
     """What a rank holds of a DTensor in the state. The DTensor itself belongs to the mesh of its rank."""
 
     local: Tensor
+
+
+REMOVED = object()  # what users get of state that they remove: this rank may hold none of it
+
+
+class OwnedState(defaultdict[Any, Any]):
+    """`optimizer.state` while a plan is in use: it holds the state of the doubles.
+
+    Users may remove the state of a parameter, but not read it, because only its owners hold it.
+
+    Args:
+        own: the state of the doubles.
+        names: of the parameters, by identity.
+        with_user: tells whether users have it: it is between steps.
+
+    Attributes:
+        removed: the names of the parameters whose state users removed.
+    """
+
+    def __init__(self, own: Mapping[Any, Any], names: Mapping[int, str], with_user: Callable[[], bool]) -> None:
+        super().__init__(dict, own)
+        self._names, self._with_user, self.removed = names, with_user, set[str]()
+
+    def changed(self) -> set[str]:
+        """The names of the parameters whose state users removed. Raises if they replaced the state of one."""
+        put = {self._names[i]: value for i, value in zip(map(id, self), self.values(), strict=True) if i in self._names}
+        if replaced := [name for name, value in put.items() if value]:
+            raise CanzonaError(
+                "the state of the parameter was replaced, but its owners hold it",
+                at=replaced[0],
+                hint="change it in a state_dict(), and load that with load_state_dict() on all ranks",
+            )
+        return self.removed | put.keys()
+
+    def __contains__(self, key: object) -> bool:
+        elsewhere = self._with_user() and id(key) in self._names and self._names[id(key)] not in self.removed
+        return elsewhere or super().__contains__(key)
+
+    def __missing__(self, key: Any) -> Any:
+        if key in self:
+            raise CanzonaError(
+                "the state of the parameter cannot be read here, because its owners hold it",
+                at=self._names[id(key)],
+                hint="call optimizer.state_dict() on all ranks; optimizer.state.pop(param) on all ranks removes it",
+            )
+        return super().__missing__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - this is get
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else super().setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if self._with_user() and id(key) in self._names and key in self:
+            self.removed.add(self._names[id(key)])
+            default = (REMOVED,)
+        return super().pop(key, *default)
+
+    __delitem__ = pop
+
+    def clear(self) -> None:
+        self.removed |= {*self._names.values()} if self._with_user() else set()
+        super().clear()
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 or (self._with_user() and len(self.removed) < len(self._names))
+
+    def __reduce__(self) -> Any:  # a copy is a dict like any other
+        return defaultdict, (dict, dict(self))
 
 
 def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
@@ -60,8 +132,6 @@ def put_together(
         watch: waits for collectives.
     """
     for fragment in fragments:
-        if fragment.param in optimizer.state and not optimizer.state[fragment.param]:
-            del optimizer.state[fragment.param]
         own = {
             part: optimizer.state.pop(double, {}) for part, double in zip(fragment.owned, fragment.doubles, strict=True)
         }
