@@ -63,6 +63,7 @@ class Pending:
         works: what to wait for; empty if it is done.
         sent: the bucket that the collective reads. Its memory goes to a later bucket afterwards. None if it has none to
             give.
+        summing: the sum of the result over replicas, which follows `works`; None if that was not started.
         parts: over gloo, what every rank sent of this rank's shard, [ranks, length]; None if the collective itself
             sums. `complete` writes their sum over `sent`, which is not needed any more, and frees them.
     """
@@ -72,6 +73,7 @@ class Pending:
     works: tuple[dist.Work, ...] = ()
     sent: Tensor | None = None
     parts: Tensor | None = None
+    summing: dist.Work | None = None
 
     @property
     def memory_in_buckets(self) -> int:
@@ -165,6 +167,13 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
     else:
         work = dist.reduce_scatter(shard, shards_of(bucket, filled), group=group.shard, async_op=True)
     return Pending(bucket, shard, under_way(gloo, work), filled)
+
+
+def sum_replicas(group: dist.ProcessGroup, pending: Pending) -> None:
+    """Start to sum a shard over replicas behind its reduction, for which the current stream waits."""
+    for work in pending.works:
+        work.wait()
+    pending.summing = dist.all_reduce(pending.result, group=group, async_op=True)
 
 
 def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor) -> Pending:

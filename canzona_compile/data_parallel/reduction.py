@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import weakref
 from collections import deque
@@ -27,8 +28,8 @@ from canzona_compile.data_parallel.collectives import (
     bytes_held,
     clear_all,
     copy_all,
-    largest,
     reduce,
+    sum_replicas,
 )
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
@@ -124,6 +125,8 @@ class Reduction:
         self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
         self._next = 0  # the first bucket that is not started
         self._pending: deque[Pending] = deque()
+        self._summing: list[Pending] = []  # taken, but for the sum over replicas, which follows on a stream beside
+        self._side: torch.cuda.Stream | None = None
         self._shards: dict[int, Tensor] = {}
         self._seen: set[str] = set()
         self.hooks = [
@@ -235,6 +238,7 @@ class Reduction:
         self._missing = [set(names) for names in self.filling.names]
         self._next = 0
         self._pending.clear()
+        self._summing.clear()
         self._shards.clear()
         self._seen.clear()
 
@@ -261,7 +265,12 @@ class Reduction:
         for name in self.filling.names[bucket.index]:
             if bucket.index == max(self.filling.buckets_of[name]):
                 self.fragments[name].param.grad = None
-        self._pending.append(reduce(self.group, bucket, filled))
+        pending = reduce(self.group, bucket, filled)
+        if self.group.replicate is not None and pending.parts is None and not self.waiter.on_host:
+            self._side = self._side or torch.cuda.Stream(filled.device)
+            with torch.cuda.stream(self._side):
+                sum_replicas(self.group.replicate, pending)
+        self._pending.append(pending)
         self._next += 1
 
     def _filled(self, bucket: Bucket) -> Tensor:
@@ -288,12 +297,17 @@ class Reduction:
         return filled.mul_(share)  # one launch for the whole bucket
 
     def _take(self, pending: Pending) -> None:
-        """Wait for a bucket and keep this rank's shard of it."""
+        """Wait for a bucket and keep this rank's shard of it; its sum over replicas may still be under way."""
         with during(self.clock, f"wait {REDUCE}"):
             for work in pending.works:
                 self.waiter.wait(work)
             shard = pending.complete()
-            all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
+            if pending.summing is None:
+                all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
+        if pending.summing is not None:
+            pending.sent = None
+            self._summing.append(pending)
+            return
         self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype, copy=pending.result_is_in_sent)
         if pending.sent is not None:
             self.memory.give_back(pending.sent)
@@ -358,6 +372,11 @@ class Reduction:
             present = self._exchange()
             while self._pending:
                 self._take(self._pending.popleft())
+            for pending in self._summing:
+                assert pending.summing is not None
+                self.waiter.wait(pending.summing)
+                self._shards[pending.bucket.index] = pending.result.to(pending.bucket.dtype)
+            self._summing.clear()
         self._leave()
         self._announced = None
         self.under_way, self.reduced, self.present = False, True, present
@@ -366,25 +385,18 @@ class Reduction:
         self.at_finish()
 
     def _exchange(self) -> frozenset[str]:
-        """Find the parameters that have a gradient on some rank. This is a collective.
-
-        The host reads the answer only if a gradient is missing here, because reading waits for the device.
+        """Find the parameters that have a gradient on some rank. Ranks announce that, so no host waits for its device.
 
         Returns:
             Their names.
         """
-        names = tuple(self.fragments)
-        missing = [name not in self._seen for name in names]
-        device = self.fragments[names[0]].param.device
-        flags = torch.ones(len(names), dtype=torch.uint8, device=device)
-        if any(missing):
-            absent = torch.tensor(missing, device="cpu", pin_memory=device.type == "cuda")
-            flags.masked_fill_(absent.to(device, non_blocking=True), 0)
+        names, channel = frozenset(self.fragments), self.announcer.channel
+        told = sorted(names - self._seen)
+        if channel is None or self.zeros:
+            return names if self.zeros else names - set(told)
         with during(self.clock, f"wait {REDUCE}"):
-            found = largest(self.group, flags, self.waiter)
-        if not any(missing) or self.zeros:
-            return frozenset(names)
-        return frozenset(name for name, held in zip(names, found.tolist(), strict=True) if held)
+            answers = channel.exchange(f"the end of {CALL} of {self.announcer.name}", json.dumps(told))
+        return names - set(told).intersection(*map(json.loads, set(answers)))
 
     def _hand_out(self) -> None:
         """Give owners the gradients of what they own, and every rank the sign that there are gradients."""

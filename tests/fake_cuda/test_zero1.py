@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from canzona_compile.data_parallel import collectives
+from canzona_compile.data_parallel.reduction import Reduction
+from canzona_compile.ir.bucket import Bucket
+from tests.fake_cuda.communicators import DeviceWork
+from tests.fake_cuda.device import current_device
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.zero1_trainings import (
     CUT,
@@ -70,9 +75,30 @@ def test_bits_of_the_plain_optimizer(name: str, seeds: range) -> None:
     for seed in seeds:
         results = run_script(script, seed)
         assert different(results, right(name)) == []
-        for rank, result in enumerate(results):  # the host looks whether others have what is missing here
-            missing = [bool(script.missing.get(step, {}).get(rank)) for step in range(script.steps)]
-            assert result.waits == [(int(looks), 0) for looks in missing]
+        for result in results:  # also where a gradient is missing
+            assert result.waits == [(0, 0)] * script.steps
+
+
+def test_backward_does_not_wait_for_replicas() -> None:
+    """Its stream waits for the sums over replicas once all buckets have started, not for each of them before."""
+    script, early = Script("adamw", world=4, replicas=2, steps=2, options=SMALL), []
+    callers: dict[int, Any] = {}  # by device, the stream of backward while it starts a bucket
+    start, wait = Reduction._start, DeviceWork.wait
+
+    def starting(own: Reduction, bucket: Bucket) -> None:
+        callers[current_device().index] = current_device().current
+        start(own, bucket)
+        del callers[current_device().index]
+
+    def waited(work: DeviceWork, *_: Any) -> bool:
+        if "all_reduce" in work.item.name and current_device().current is callers.get(current_device().index):
+            early.append(work.item.name)
+        return wait(work)
+
+    with mock.patch.object(Reduction, "_start", starting), mock.patch.object(DeviceWork, "wait", waited):
+        results = run_script(script, 0)
+    assert different(results, of_ranks(script, plain_training(script))) == []
+    assert early == []
 
 
 def test_elementwise_updates_have_the_bits_of_the_plain_optimizer() -> None:

@@ -141,6 +141,19 @@ def not_waited_for(values: Tensor, op: Any, groups: Any, watch: Any) -> None:
             dist.all_reduce(values, op, group=own, async_op=True)
 
 
+def summed_for_nobody(group: dist.ProcessGroup, pending: collectives.Pending) -> None:
+    """Sum shards over replicas, and take them for summed."""
+    collectives.sum_replicas(group, pending)
+    pending.summing = mock.Mock(spec=dist.Work)
+
+
+def summed_early(group: dist.ProcessGroup, pending: collectives.Pending) -> None:
+    """Sum shards over replicas without waiting for their reduction."""
+    works, pending.works = pending.works, ()
+    collectives.sum_replicas(group, pending)
+    pending.works = works
+
+
 def gathered_backwards(own: Gathering, buckets: Iterable[Bucket]) -> None:
     """Gather in another order on one rank."""
     own.unsettled = True
@@ -166,7 +179,8 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "gathers come in another order": ("plain", replaced(Gathering, "queue", gathered_backwards)),
     "lists are not waited for": ("lists", replaced(reduction, "Waiter", NoWaiter)),
     "lists are gathered and not waited for": ("lists", replaced(gathering, "Waiter", NoWaiter)),
-    "sums of replicas are not waited for": ("replicas", replaced(reduction, "all_reduce", not_waited_for)),
+    "sums of replicas are not waited for": ("replicas", replaced(reduction, "sum_replicas", summed_for_nobody)),
+    "replicas are summed before their shards are": ("replicas", replaced(reduction, "sum_replicas", summed_early)),
     "norms are not waited for": ("clipped", replaced(norms, "all_reduce", not_waited_for)),
 }
 
