@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from canzona_compile.analysis.roofline import Transfer, exchange_seconds, once_around
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.machine.hardware import Hardware
@@ -39,6 +41,13 @@ def gathering(bucket: Bucket, hardware: Hardware) -> Transfer:
     copied = 2 * whole * (1 + 1 / len(bucket.ranks)) if bucket.uniform else 2 * whole
     latency = (GATHERING if bucket.uniform else 1) * smallest(bucket, hardware)
     return Transfer(found.moved + copied / hardware.bandwidth, latency, found.sent)
+
+
+def replica_sum(bucket: Bucket, ranks: Sequence[int], hardware: Hardware) -> Transfer:
+    """The sum of a shard over replicas, along a ring; `ranks` hold the same shard."""
+    link, length = hardware.link(tuple(ranks)), max(bucket.shard_lengths)
+    sent = 2 * length * bucket.dtype.itemsize * (len(ranks) - 1) // len(ranks)
+    return Transfer(sent / link.bandwidth, link.latency if len(ranks) > 1 else 0.0, sent)
 
 
 def smallest(bucket: Bucket, hardware: Hardware) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from canzona_compile.analysis.roofline import Transfer
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.machine.hardware import Hardware
-from canzona_compile.simulation.bucket_traffic import gathering, reduction
+from canzona_compile.simulation.bucket_traffic import gathering, reduction, replica_sum
 from canzona_compile.simulation.engine import (
     Collective,
     CollectiveShare,
@@ -45,18 +45,23 @@ class BucketLoad:
     gathered: Transfer
 
 
-def bucket_load(bucket: Bucket, forward: float, backward: float, hardware: Hardware) -> BucketLoad:
+def bucket_load(
+    bucket: Bucket, forward: float, backward: float, hardware: Hardware, replicas: Sequence[int] = (0,)
+) -> BucketLoad:
     """The load of a bucket.
 
     Args:
         bucket: the bucket.
         forward, backward: seconds of computing the passes of the modules whose parameters it holds.
         hardware: the rates.
+        replicas: the ranks over which a shard is summed after its reduction.
     """
     copied = 2 * bucket.elements * bucket.dtype.itemsize / hardware.bandwidth
     if hardware.device == "cpu":  # elsewhere the host is ahead
         copied += CALLS * len(bucket.slices) * hardware.launch
-    return BucketLoad(forward, backward, copied, reduction(bucket, hardware), gathering(bucket, hardware))
+    parts = reduction(bucket, hardware), replica_sum(bucket, replicas, hardware)
+    reduced = Transfer(sum(t.moved for t in parts), sum(t.latency for t in parts), sum(t.sent for t in parts))
+    return BucketLoad(forward, backward, copied, reduced, gathering(bucket, hardware))
 
 
 @dataclass(frozen=True, slots=True)

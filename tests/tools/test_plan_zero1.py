@@ -66,6 +66,19 @@ def test_bytes_of_the_phases(made: canzona_compile.OfflinePlan) -> None:
     assert all(p.seconds >= p.exposed >= 0 for p in zero1.phases)
 
 
+def test_sums_over_replicas_are_priced() -> None:
+    one, four = planned("dp=4"), planned("hsdp=4,dp=4")
+    assert one.forecast.fingerprint == four.forecast.fingerprint  # each replica has the plan of one
+    before, after = one.forecast.zero1, four.forecast.zero1
+    assert before is not None
+    assert after is not None
+    shards = sum(4 * max(bucket.shard_lengths) for bucket in four.step.buckets)
+    assert after.phases[0].exposed - before.phases[0].exposed > 0.5 * 2 * shards * 3 / 4 / H100.network.bandwidth
+    assert after.phases[1:] == before.phases[1:]
+    with pytest.raises(CanzonaError, match="cannot have the mesh dim 'hsdp'"):
+        planned("dp=4,hsdp=4")
+
+
 def test_planners_are_compared(made: canzona_compile.OfflinePlan) -> None:
     found = {one.name: one for one in made.forecast.alternatives}
     assert set(found) == {"static", "alpha 0", "alpha 0.5", "alpha 1", "lpt", "joint", "permuted", "replicated"}

@@ -334,6 +334,10 @@ def assumptions(request: Request, step: Step) -> tuple[str, ...]:
             " products; attention, activations and the traffic of tensor parallelism take no time",
             "an uneven bucket takes a collective per shard, one after the other",
         ]
+        if request.replicas > 1:
+            found.append(
+                f"this is one of {request.replicas} replicas; each bucket is summed over them once it is reduced"
+            )
     elif any(t.layout.grid.replicas > 1 for t in step.tasks):
         found.append("every replica applies all updates, and their exchange is part of the step")
     if request.hardware.assumed:

@@ -15,7 +15,7 @@ from canzona_compile.session.plan import lower
 from canzona_compile.tools.planning.mesh import Mesh
 from canzona_compile.tools.planning.offline import Captured
 
-DIMS = ("dp", "tp")  # of a mesh for ZeRO-1
+DIMS = ("dp", "tp")  # of a mesh for ZeRO-1, after replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,12 @@ def data_parallel_ranks(mesh: Mesh) -> tuple[int, ...]:
 
 def check_zero1(mesh: Mesh, strategy: str, bucket_bytes: int) -> None:
     """Raise CanzonaError for what `zero1` does not take."""
-    if unknown := [name for name, _ in mesh.dims if name not in DIMS]:
+    if unknown := [name for i, (name, _) in enumerate(mesh.dims) if name not in DIMS and (i or name != "hsdp")]:
         raise CanzonaError(
             f"a ZeRO-1 plan cannot have the mesh dim {unknown[0]!r}",
             at="mesh",
-            hint="use dp and tp; plan each pipeline stage separately, and plan fsdp or experts with --updates ddp",
+            hint="use dp and tp, and first hsdp for replicas; plan each pipeline stage separately, and plan fsdp or "
+            "experts with --updates ddp",
         )
     if strategy not in ("auto", "owner"):
         raise CanzonaError(

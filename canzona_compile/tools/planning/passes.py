@@ -34,6 +34,7 @@ class Request:
         tokens: how many a data-parallel rank trains on per step.
         gather: when parameters are gathered, see `zero1`.
         rank: a global rank whose timeline to show.
+        replicas: how many meshes there are, over which gradients are summed under ZeRO-1.
     """
 
     model: Model
@@ -45,6 +46,7 @@ class Request:
     tokens: int
     gather: GatherAt
     rank: int | None
+    replicas: int = 1
 
     @property
     def zero1(self) -> bool:
@@ -63,9 +65,10 @@ def passes_around(request: Request, buckets: Sequence[Bucket]) -> tuple[Simulate
     routed = routed_share(model)
     used = {weight.name: uses(weight, routed) for weight in model.everything}
     loads = []
+    alike = range(0, request.replicas * request.mesh.ranks, request.mesh.ranks)  # the ranks with the shards of rank 0
     for bucket in buckets:
         forward = seconds(sum(part.length * used[part.name] for part in bucket.slices))
-        loads.append(bucket_load(bucket, forward, 2 * forward, hardware))
+        loads.append(bucket_load(bucket, forward, 2 * forward, hardware, alike))
     head = seconds(tied_elements(model) / request.mesh.size("tp"))
     return (
         backward_pass(loads, ranks, hardware, 2 * head),

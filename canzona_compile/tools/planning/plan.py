@@ -87,7 +87,8 @@ def plan(
         alpha: the parameter of the planner "alpha", from 0 (even communication) to 1 (even load).
         updates: what happens over `dp`: every replica applies updates that travel within the step ("ddp", as under
             `wrap`), or the owner's replica alone, between a reduction of gradients and a gather ("zero1", as under
-            `canzona_compile.zero1`; the mesh may have `dp` and `tp`, the strategy is "owner").
+            `canzona_compile.zero1`; the mesh may have `dp` and `tp`, and first `hsdp`: replicas over
+            which gradients are summed, of which one is planned; the strategy is "owner").
         bucket_bytes: option of `zero1`, for "zero1" alone.
         gather: option of `zero1`, for "zero1" alone.
         tokens: how many a data-parallel rank trains on per step. "zero1" takes the time of the passes from it.
@@ -101,7 +102,7 @@ def plan(
     Raises:
         CanzonaError: an argument is unknown, absurd or does not fit; the message names it and the remedy.
     """
-    sizes = parse_mesh(mesh)
+    sizes, replicas = parse_mesh(mesh), 1
     rates = hardware if isinstance(hardware, Hardware) else named_hardware(str(hardware))
     code = optimizer_from(optimizer, arguments or {})
     found = model_of(model, split, code if isinstance(code, Chain) else optimizer, updates)
@@ -109,6 +110,7 @@ def plan(
         raise CanzonaError(f"updates={updates!r} is not one of {', '.join(map(repr, get_args(Updates)))}", at="plan")
     if updates == "zero1":
         check_zero1(sizes, strategy, bucket_bytes)
+        replicas, sizes = sizes.size("hsdp"), Mesh(tuple(dim for dim in sizes.dims if dim[0] != "hsdp"))
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise CanzonaError(f"tokens={tokens!r} is not a positive integer", at="plan(..., tokens=)")
     if gather not in get_args(GatherAt):
@@ -124,7 +126,7 @@ def plan(
         planner=planner,
         alpha=alpha,
     )
-    request = Request(found, sizes, rates, options, updates, bucket_bytes, tokens, gather, rank)
+    request = Request(found, sizes, rates, options, updates, bucket_bytes, tokens, gather, rank, replicas)
     say("capturing the optimizer's step")
     begun = captured_step(found, sizes, code, machine_of(rates, sizes), everything=request.zero1)
     say(f"planning {len(begun.step.tasks)} parameters on {sizes.ranks} ranks")
