@@ -5,13 +5,14 @@ process. So a rank *announces* what it is about to do with other ranks: which ca
 which details, or the error that keeps it from that. An announcement is an all-reduce of two integers that carry a
 digest, on a process group of our own. It has one size whatever it says, so announcements of ranks that went different
 ways meet one another in order. If digests are equal, all ranks do the same and go on. Else they exchange the texts, and
-all raise before any collective of data has begun.
+all raise before any collective of data has begun. Gloo's all-reduce is a ring, 2 (n - 1) messages one after the other.
+From `MANY` ranks on, each row of a rectangle of ranks reduces, and then each column: about 4 sqrt(n) messages.
 
 There is one channel for each set of ranks in a process. All optimizers and models on these ranks share it, so that two
 optimizers that are stepped in another order on some rank are found, too. An error on the way through a call *breaks*
 the channel: collectives may wait for partners that never come, and nobody that shares it may go on. The store, a
-key-value server, tells the others, who listen while they wait. Nothing else is bound on these ranks then, because
-their process groups have collectives that never complete.
+key-value server, tells the others, who listen while they wait; one key of it says whether there is news. Nothing else
+is bound on these ranks then, because their process groups have collectives that never complete.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 import weakref
@@ -33,11 +35,13 @@ import torch.distributed as dist
 
 from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, default_store, host_group
 from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.runtime.meeting import Attendance, pause_of
 from canzona_compile.runtime.process_groups import own_name
 from canzona_compile.runtime.waiter import Waiter
 
 Ranks = tuple[int, ...]
 ROLL_CALL = timedelta(seconds=3)  # how long ranks have to answer after a collective failed; they listen every second
+MANY = 64  # ranks, see benchmarks/agreement.py
 ENDED = "look at the output of the ranks that do not answer: they ended or hang. Restart all ranks from a checkpoint"
 AGAIN = "restart all ranks from a checkpoint, or at least recreate their process groups"
 
@@ -90,6 +94,8 @@ class Announcement:
         channel = self._channel
         with channel.on_its_way():
             channel.watch.wait(self._work)
+            for stage in range(1, len(channel.groups)):
+                channel.watch.wait(channel.largest(self._values, stage))
             largest, smallest = self._values.tolist()
             if largest == -smallest:
                 self._answers = [self._entry.told] * len(channel.ranks)
@@ -135,7 +141,8 @@ class Channel:
         timeout: how long an announcement waits for the other ranks.
 
     Attributes:
-        group: a process group of the host, for announcements alone: the user's groups may be in use in other threads.
+        groups: process groups of the host, for announcements alone: the user's groups may be in use in other threads.
+            What all of them reduce, one after the other, is reduced over all ranks.
         announced: how often this rank announced something.
         store: holds keys of this channel alone.
         broken: why no rank can go on here; empty if all can.
@@ -152,8 +159,15 @@ class Channel:
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
         self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
+        self._noted: dict[int, Any] = {}  # what the others noted, by rank
+        self._read = self._heard_of = 0  # how many news, and how many notes, this rank has read
+        self._waits: dict[str, str] = {}  # what it told that it waits for, by model
         self.store = PrefixStore(own_name(ranks, "channels"), default_store())
-        self.group = host_group(PrefixStore("gloo", self.store), ranks, self.rank, timeout)
+        self._roll = Attendance(self.store, "here", ranks, self.rank)
+        self.groups = [
+            host_group(PrefixStore(f"gloo/{stage}/{members[0]}", self.store), members, self.rank, timeout)
+            for stage, members in enumerate(stages(ranks, self.rank))
+        ]
         _living.add(self)
 
     def number(self, kind: str) -> int:
@@ -165,22 +179,28 @@ class Channel:
         """The number that the next user of a kind gets."""
         return self._users[kind]
 
-    def largest(self, values: torch.Tensor) -> dist.Work:
-        """Start to replace integers by their maxima over all ranks."""
+    def largest(self, values: torch.Tensor, stage: int = 0) -> dist.Work:
+        """Start to replace integers by their maxima over the ranks of one of the groups."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        work: dist.Work = self.group.allreduce([values], options)
+        work: dist.Work = self.groups[stage].allreduce([values], options)
         return work
 
     def gather(self, text: str) -> list[str]:
-        """Gather a text without zero bytes from every rank. This is a collective."""
+        """Gather a text from every rank. This is a collective."""
+        found = [text]
+        for stage in range(len(self.groups)):
+            found = [own for part in self._gather(json.dumps(found), stage) for own in json.loads(part)]
+        return found
+
+    def _gather(self, text: str, stage: int) -> list[str]:
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
         length = torch.tensor([len(data)], device="cpu")
-        self.watch.wait(self.largest(length))
+        self.watch.wait(self.largest(length, stage))
         padded = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
-        found = [torch.empty_like(padded) for _ in self.ranks]
-        self.watch.wait(self.group.allgather([found], [padded]))
+        found = [torch.empty_like(padded) for _ in range(self.groups[stage].size())]
+        self.watch.wait(self.groups[stage].allgather([found], [padded]))
         return [bytes(own.tolist()).rstrip(b"\0").decode() for own in found]
 
     # -- announcements -------------------------------------------------------------------------------
@@ -200,10 +220,12 @@ class Channel:
         if self._last is not None:
             self._last.finish()
         if self._notes:
-            self._tell("raised", None)
+            self._note(None)
         self._notes = {note for note in self._notes if note[0] == self.announced}  # no rank is later than this
         self.announced += 1
         self._last = Announcement(self, Notice(doing, str(error or ""), told), error)
+        if len(self.groups) > 1:  # no thread starts the second stage for ranks that do other things before they ask
+            self._last.finish()
         return self._last
 
     def exchange(self, doing: str, told: str = "", error: CanzonaError | None = None) -> list[str]:
@@ -223,7 +245,13 @@ class Channel:
             name: of the model.
             number: how many of its collectives will be complete then; 0 if this rank no longer waits.
         """
-        self._tell("waits", [self.announced, name, number] if number else None)
+        own = json.dumps([self.announced, number]) if number else ""
+        with contextlib.suppress(RuntimeError):  # the store may have died with its host
+            held = self._kept(f"waits/{name}")
+            # All ranks share one key, and come back every second: the one that is furthest behind is to be seen.
+            if held in ("", self._waits.get(name)) or (number and json.loads(held)[0] > self.announced):
+                self.store.compare_set(f"waits/{name}", held, own)
+        self._waits[name] = own
 
     def _catch_up(self) -> None:
         """Complete what another rank waits for that has not announced what this rank has.
@@ -231,10 +259,14 @@ class Channel:
         It cannot announce it before. On ranks that make the same calls this does not happen, and no collective may
         start because time has passed: others may be on their way to another one.
         """
-        for announced, name, number in self._told("waits"):
-            for gathering, own in list(self.promised.items()):
-                if own == name and announced < self.announced:
-                    gathering.catch_up(number)
+        for gathering, name in list(self.promised.items()):
+            announced, number = json.loads(self._kept(f"waits/{name}") or "[0, 0]")
+            if number and announced < self.announced:
+                gathering.catch_up(number)
+
+    def _kept(self, key: str) -> str:
+        """What the store holds at a key; empty if nothing."""
+        return self.store.get(key).decode() if self.store.check([key]) else ""
 
     # -- errors --------------------------------------------------------------------------------------
 
@@ -272,26 +304,19 @@ class Channel:
         self.broken = self.broken or error.problem.splitlines()[0]
         with contextlib.suppress(RuntimeError):  # the store may have died with its host
             self.store.compare_set("broken", "", str(error))
+            self.store.add("news", 1)
 
     def note(self, error: CanzonaError) -> None:
         """Tell ranks of an error that changed nothing, if they wait for what this one announces next."""
         note = (self.announced, str(error))
         self._notes.add(note)
-        self._tell("raised", note)
+        self._note(note)
 
-    def _tell(self, what: str, told: Any) -> None:
-        """Keep what this rank tells where the others can find it; None takes it back.
-
-        Nothing is deleted, because a rank that asked whether there is something would wait for it.
-        """
+    def _note(self, note: tuple[int, str] | None) -> None:
+        """Keep what this rank notes where the others can find it; None takes it back."""
         with contextlib.suppress(RuntimeError):  # the store may have died with its host
-            self.store.set(f"{what}/{self.rank}", json.dumps(told))
-
-    def _told(self, what: str) -> list[Any]:
-        """What the other ranks tell at present."""
-        keys = [f"{what}/{rank}" for rank in self.ranks if rank != self.rank]
-        told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
-        return [own for own in told if own is not None]
+            self.store.set(f"raised/{self.store.add('raised', 1)}", json.dumps([self.rank, note]))
+            self.store.add("news", 1)
 
     def listen(self) -> None:
         """Hear, while this rank waits, whether another one failed.
@@ -312,13 +337,18 @@ class Channel:
 
     def _heard(self) -> str:
         """What another rank has told of an error; empty if none has."""
-        store = self.store
-        if store.check(["roll"]):
-            store.set(f"here/{self.rank}", "1")
-        broken: str = store.get("broken").decode() if store.check(["broken"]) else ""
-        if broken:
-            return broken
-        for announced, text in self._told("raised"):
+        news: int = self.store.add("news", 0)
+        if news > self._read:
+            if self.store.check(["roll"]):
+                self._roll.come()
+            if broken := self._kept("broken"):
+                return broken
+            while text := self._kept(f"raised/{self._heard_of + 1}"):
+                rank, note = json.loads(text)
+                self._noted[rank] = note if rank != self.rank else None
+                self._heard_of += 1
+            self._read = news
+        for announced, text in filter(None, self._noted.values()):
             # A rank that raised what this one did goes on as this one does.
             if announced < self.announced and (announced, text) not in self._notes:
                 return str(text)
@@ -326,24 +356,31 @@ class Channel:
 
     def absent(self) -> list[int]:
         """After a collective failed, find the ranks that do not answer: they have ended, or hang."""
-        store, others = self.store, [rank for rank in self.ranks if rank != self.rank]
         try:
-            store.set(f"here/{self.rank}", "1")
-            store.set("roll", "1")
+            self._roll.come()
+            self.store.set("roll", "1")
+            self.store.add("news", 1)
             deadline = time.monotonic() + ROLL_CALL.total_seconds()
-            while others and time.monotonic() < deadline:
-                others = [rank for rank in others if not store.check([f"here/{rank}"])]
-                time.sleep(0.02)
+            while not self._roll.complete and time.monotonic() < deadline:
+                time.sleep(pause_of(self.ranks))
+            return self._roll.missing()
         except RuntimeError:  # the store died with its host
             return []
-        return others
+
+
+def stages(ranks: Ranks, rank: int) -> list[Ranks]:
+    """The ranks with which one of them reduces, one set after the other: few have to, many as a rectangle."""
+    sides = range(1, math.isqrt(len(ranks)) + 1) if len(ranks) >= MANY else (1,)
+    side = max(own for own in sides if len(ranks) % own == 0)
+    at = ranks.index(rank)
+    return [ranks] if side == 1 else [ranks[at - at % side :][:side], ranks[at % side :: side]]
 
 
 @atexit.register
 def close_all() -> None:
     """End the threads of all channels before the interpreter ends; users may still hold optimizers."""
     for channel in list(_living):
-        channel.group = channel._last = None
+        channel.groups, channel._last = [], None
 
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -3,9 +3,12 @@
 A call that only some ranks make, such as `if rank == 0: optimizer.state_dict()`, must not begin collectives: they would
 wait for partners that never come, and the next collective of those partners would get their data. So the ranks meet
 first. A meeting ends with one verdict for all: the first one that a rank writes, and the store compares and sets it at
-once. "met" means that all came, and all go on. Any other verdict names the ranks that were missing; those that waited
-raise. A rank that comes after that verdict goes to the next meeting, so ranks that missed different meetings find each
-other again.
+once. "met" means that all came, and all go on; the last one to come writes it, with what ranks came for if that
+differs. Any other verdict names the ranks that were missing; those that waited raise. A rank that comes after that
+verdict goes to the next meeting, so ranks that missed different meetings find each other again.
+
+The store is one server for all ranks of a job. So each rank asks for a number of keys that does not grow with theirs,
+and one of them, the last, reads what all came for.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from canzona_compile.errors import CanzonaError, RankMismatch
 
 PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others, which may be writing weights meanwhile
 MET = "met"
+WORD = 60  # bits of an integer of the store that tell who has come
 Ranks = tuple[int, ...]
 
 
@@ -37,6 +41,41 @@ class Purpose(NamedTuple):
     call: str
     why: str
     hint: str
+
+
+class Attendance:
+    """Who of some ranks has come: a count, and a bit for each of them.
+
+    Args:
+        store: where.
+        key: begins its keys.
+        ranks: the global ranks that may come.
+        rank: this rank, global.
+    """
+
+    def __init__(self, store: Store, key: str, ranks: Ranks, rank: int) -> None:
+        self._store, self._ranks, self._place = store, ranks, ranks.index(rank)
+        self._words = [f"{key}/{i}" for i in range(0, len(ranks), WORD)]
+        self._count, self._came = f"{key}/count", False
+        self.keys = [*self._words, self._count]
+
+    def come(self) -> bool:
+        """Say that this rank has come. Return whether it is the last one."""
+        if self._came:
+            return False
+        self._came = True
+        self._store.add(self._words[self._place // WORD], 1 << self._place % WORD)
+        return int(self._store.add(self._count, 1)) == len(self._ranks)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return int(self._store.add(self._count, 0)) == len(self._ranks)
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        words = [int(self._store.add(word, 0)) for word in self._words]
+        return [rank for i, rank in enumerate(self._ranks) if not words[i // WORD] >> i % WORD & 1]
 
 
 class Meeting:
@@ -63,6 +102,9 @@ class Meeting:
         while self._verdict():
             self._index += 1
         self.store.set(self._key(self.rank), told)
+        self._came = self._attendance(self._index)
+        if self._came.come():
+            self._vote(self._met())
 
     def wait(self, told: str, purpose: Purpose) -> None:
         """After `arrive`, wait until all members have come, and compare what they came for.
@@ -80,17 +122,15 @@ class Meeting:
         except BaseException:  # an interrupt, too: the others must not take this rank for one that goes on
             self.withdraw()
             raise
-        if verdict == MET:
-            found = {r: self.store.get(self._key(r)).decode() for r in self.ranks}
+        met, _, said = verdict.partition("\n")
+        if met == MET:
             self._leave()
-            if len(set(found.values())) > 1:
-                said = "; ".join(f"rank {r}: {text.splitlines()[0]}" for r, text in found.items())
+            if said:
                 raise RankMismatch(
                     f"ranks made different calls, or their state differs ({said})",
                     hint="make the same calls on all ranks, in the same order",
                 )
             return
-        self.store.delete_key(self._key(self.rank))
         self._index += 1
         seconds = PATIENCE.total_seconds()
         raise CanzonaError(
@@ -102,33 +142,36 @@ class Meeting:
     def withdraw(self) -> None:
         """Give up a meeting that this rank has come to."""
         with contextlib.suppress(RuntimeError):  # the store may have died with its host
-            if self._vote(str(self.rank)) == MET:  # the others go on, and read what this rank came for
+            if self._vote(str(self.rank)).startswith(MET):  # the others go on, and read what this rank came for
                 self._leave()
                 return
-            self.store.delete_key(self._key(self.rank))
         self._index += 1
 
     def _await(self, told: str) -> str:
         """Wait for the verdict of a meeting that this rank has come to."""
         deadline, pause = time.monotonic() + PATIENCE.total_seconds(), 0.0005
-        missing = [r for r in self.ranks if r != self.rank]
         while True:
             self._hear()
-            missing = [r for r in missing if not self.store.check([self._key(r)])]
             verdict = self._verdict()
-            if verdict and verdict != MET and str(self.rank) in verdict.split(", "):
-                self.store.delete_key(self._key(self.rank))  # the others gave up just before this rank came
-                self.arrive(told)
+            if str(self.rank) in verdict.split(", ") and not verdict.startswith(MET):
+                self.arrive(told)  # the others gave up just before this rank came
                 return self._await(told)
             if verdict:
                 return verdict
-            if not missing:
-                self._vote(MET)
-            elif time.monotonic() > deadline:
-                self._vote(", ".join(map(str, missing)))
+            if time.monotonic() > deadline:
+                self._vote(", ".join(map(str, self._came.missing())) or self._met())
             else:
                 time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+                pause = min(2 * pause, pause_of(self.ranks))
+
+    def _met(self) -> str:
+        """The verdict of a meeting to which all came, with what they came for if that differs."""
+        found = {r: self.store.get(self._key(r)).decode() for r in self.ranks}
+        said = "; ".join(f"rank {r}: {text.splitlines()[0]}" for r, text in found.items())
+        return MET if len(set(found.values())) == 1 else f"{MET}\n{said}"
+
+    def _attendance(self, index: int) -> Attendance:
+        return Attendance(self.store, f"{index}/came", self.ranks, self.rank)
 
     def _verdict(self) -> str:
         """The verdict of the current meeting; empty if it is open."""
@@ -141,17 +184,22 @@ class Meeting:
         return held.decode()
 
     def _leave(self) -> None:
-        """Leave a meeting to which all came. The last one deletes its keys and earlier verdicts, which all read."""
+        """Leave a meeting to which all came. The last one deletes its keys and those of earlier ones."""
         if self.store.add(self._key("left"), 1) == len(self.ranks):
-            for key in [*map(self._key, self.ranks), self._key("left"), self._key("verdict")]:
-                self.store.delete_key(key)
-            for index in range(self._since, self._index):
-                self.store.delete_key(f"{index}/verdict")
+            for index in range(self._since, self._index + 1):
+                names = [*self.ranks, "left", "verdict"]
+                for key in [*self._attendance(index).keys, *(f"{index}/{name}" for name in names)]:
+                    self.store.delete_key(key)
         self._index += 1
         self._since = self._index
 
     def _key(self, name: int | str) -> str:
         return f"{self._index}/{name}"
+
+
+def pause_of(ranks: Ranks) -> float:
+    """For how many seconds a rank of these waits before it asks the store again, which answers all of them."""
+    return max(0.02, 1e-4 * len(ranks))
 
 
 def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: Purpose) -> None:

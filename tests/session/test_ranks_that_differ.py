@@ -5,6 +5,7 @@ After an error ranks go on only if none of them has begun the step: else data of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
+from canzona_compile.runtime import channel
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed
-from tests.harness.ranks import run
+from tests.harness.ranks import Died, run
 from tests.harness.trainer import ALIKE, Outcome, Trainer, check, ready
 
 CASES = [Case("fsdp", (3,)), Case("ddp", (2,))]
@@ -88,6 +90,30 @@ DIFFERENCES = [
 def test_one_rank_differs(case: Case, difference: tuple[Edit, set[str], tuple[str, ...]]) -> None:
     edit, errors, words = difference
     check(run(case.world, differs, case, edit, after=ready()), errors, *words)
+
+
+def die(trainer: Trainer) -> None:
+    os._exit(7)
+
+
+def differs_by_rows_and_columns(case: Case, edit: Edit) -> Outcome:
+    """Four ranks that announce as many do, in a pool of their own."""
+    channel.MANY = case.world
+    return differs(case, edit)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("difference", [DIFFERENCES[0], DIFFERENCES[-1]])
+def test_one_of_many_ranks_differs(difference: tuple[Edit, set[str], tuple[str, ...]]) -> None:
+    edit, errors, words = difference
+    check(run(4, differs_by_rows_and_columns, Case("fsdp", (4,)), edit, fresh=True, after=ready()), errors, *words)
+
+
+@pytest.mark.ranks
+def test_one_of_many_ranks_dies() -> None:
+    found = run(4, differs_by_rows_and_columns, Case("fsdp", (4,)), die, dying=[1], after=ready())
+    assert found.pop(1) == Died(7)
+    check(found, {"CanzonaError", "RankMismatch"}, "no answer from rank 1")
 
 
 def unsummed_gradient(case: Case) -> Outcome:

@@ -1,0 +1,208 @@
+"""How often ranks ask the store, which is one server for all ranks of a job: counted with fakes of 8 to 1,024 ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.runtime import channel, meeting
+from canzona_compile.runtime.channel import Channel
+from canzona_compile.runtime.meeting import Attendance, Meeting, Purpose
+
+COUNTS = (8, 64, 1024)
+PURPOSE = Purpose("state_dict()", "because it does", "call it everywhere")
+
+
+class Store:
+    """A key-value store that counts requests."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.requests = 0
+
+    def _asked(self) -> dict[str, bytes]:
+        self.requests += 1
+        return self.held
+
+    def set(self, key: str, value: str) -> None:
+        self._asked()[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._asked()[key]  # that of torch would wait for the key
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._asked() for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        value = int(self._asked().get(key, b"0")) + amount
+        self.held[key] = str(value).encode()
+        return value
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self._asked().get(key, b"") == expected.encode():
+            self.held[key] = desired.encode()
+        return self.held[key]
+
+    def delete_key(self, key: str) -> bool:
+        return self._asked().pop(key, None) is not None
+
+
+class Prefixed(Store):
+    """A part of a store."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__()
+        self.held = store.held
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the channels of some of the ranks on one store."""
+
+    def make(count: int, *those: int) -> list[Any]:
+        store, found = Store(), []
+        monkeypatch.setattr(channel, "PrefixStore", Prefixed)
+        monkeypatch.setattr(channel, "default_store", lambda: store)
+        monkeypatch.setattr(channel, "own_name", lambda *_: "")
+        monkeypatch.setattr(channel, "host_group", lambda *_: None)
+        for rank in those:
+            monkeypatch.setattr(channel, "dist", SimpleNamespace(get_rank=lambda own=rank: own))
+            found.append(Channel(tuple(range(count)), timedelta(seconds=1)))
+        return found
+
+    return make
+
+
+class Gathering:
+    """What a model has promised to gather."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def catch_up(self, number: int) -> None:
+        self.numbers.append(number)
+
+
+def test_a_rank_that_waits_asks_as_often_among_any_number_of_ranks(ranks: Any) -> None:
+    asked = Counter()
+    for count in COUNTS:
+        own, other = ranks(count, 0, count - 1)
+        gathering = Gathering()
+        own.promised[gathering] = "model 0"
+        other.tell_waiting("model 0", 3)
+        before = own.store.requests
+        own.listen()
+        own._catch_up()
+        asked[own.store.requests - before] += 1
+        other.tell_waiting("model 0", 4)
+        own.announced = 1
+        own._catch_up()
+        other.tell_waiting("model 0", 0)
+        own._catch_up()
+        assert gathering.numbers == [4]
+    assert asked == {3: len(COUNTS)}
+
+
+def test_who_is_furthest_behind_is_seen_among_ranks_that_wait(ranks: Any) -> None:
+    own, late, later = ranks(8, 0, 1, 2)
+    gathering = Gathering()
+    own.promised[gathering], own.announced, late.announced, later.announced = "model 0", 4, 3, 2
+    for one, number in ((late, 9), (later, 7), (late, 9)):
+        one.tell_waiting("model 0", number)
+    own._catch_up()
+    for one, number in ((later, 0), (late, 9)):
+        one.tell_waiting("model 0", number)
+    own._catch_up()
+    assert gathering.numbers == [7, 9]
+
+
+def test_news_are_read_once_and_heard_when_they_matter(ranks: Any) -> None:
+    own, other = ranks(1024, 0, 7)
+    other.note(CanzonaError("scaled on rank 7"))
+    own.listen()  # this rank has announced no more than the other one
+    own.announced, before = 1, own.store.requests
+    with pytest.raises(RankMismatch, match="scaled on rank 7"):
+        own.listen()
+    assert own.store.requests == before + 1
+    (third,) = ranks(1024, 3)
+    third.fail(CanzonaError("the disk is full"))
+    with pytest.raises(CanzonaError, match="disk is full"):
+        third.listen()
+
+
+def test_the_roll_call_names_who_does_not_answer(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "ROLL_CALL", timedelta())
+    own, other = ranks(1024, 0, 1)
+    own.absent()
+    other.listen()
+    for rank in range(2, 1021):
+        Attendance(own.store, "here", own.ranks, rank).come()
+    assert other.store.requests < 8
+    own.store.requests = 0
+    assert own.absent() == [1021, 1022, 1023]
+    assert own.store.requests < 25
+
+
+@pytest.fixture
+def meetings() -> Any:
+    def make(count: int) -> tuple[Store, list[Meeting]]:
+        store: Any = Store()
+        return store, [Meeting(store, range(count), rank, lambda: None) for rank in range(count)]
+
+    return make
+
+
+@pytest.mark.parametrize("different", [False, True])
+def test_ranks_that_meet_ask_in_proportion_to_their_number(meetings: Any, different: bool) -> None:
+    for count in COUNTS:
+        store, own = meetings(count)
+        for _ in range(2):
+            for one in own:
+                one.arrive(f"call {different and one.rank == 5}")
+            for one in own:
+                if different:
+                    with pytest.raises(RankMismatch, match=r"rank 4: call False; rank 5: call True"):
+                        one.wait("", PURPOSE)
+                else:
+                    one.wait("", PURPOSE)
+        assert store.requests < 2 * 11 * count
+        assert not store.held
+
+
+def test_ranks_that_miss_one_name_it_and_meet_again(meetings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in COUNTS:
+        store, own = meetings(count)
+        for one in own[:-1]:
+            one.arrive("call")
+        monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=-1))
+        for one in own[:-1]:
+            with pytest.raises(CanzonaError, match=f"rank {count - 1} did not make this call"):
+                one.wait("call", PURPOSE)
+        assert store.requests < 7 * count + 30
+        monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=30))
+        for one in own:
+            one.arrive("call")
+        for one in own:
+            one.wait("call", PURPOSE)
+        assert not store.held
+
+
+# -- what ranks announce -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(8, [8]), (31, [31]), (37, [37]), (64, [8, 8]), (96, [8, 12])])
+def test_many_ranks_reduce_by_rows_and_columns(count: int, sizes: list[int]) -> None:
+    every = tuple(range(3, 3 + count))
+    members = {rank: channel.stages(every, rank) for rank in every}
+    digests = {rank: rank * rank % 101 for rank in every}
+    for stage in range(len(sizes)):
+        sets = {own[stage] for own in members.values()}
+        assert sorted(rank for own in sets for rank in own) == list(every)
+        assert {len(own) for own in sets} == {sizes[stage]}
+        digests = {rank: max(digests[r] for r in members[rank][stage]) for rank in every}
+    assert set(digests.values()) == {max(rank * rank % 101 for rank in every)}
