@@ -160,9 +160,10 @@ class Channel:
         self._last: Announcement | None = None
         self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
         self._noted: dict[int, Any] = {}  # what the others noted, by rank
-        self._read = self._heard_of = 0  # how many news, and how many notes, this rank has read
+        self._heard_of = 0  # how many notes this rank has read
         self._waits: dict[str, str] = {}  # what it told that it waits for, by model
         self.store = PrefixStore(own_name(ranks, "channels"), default_store())
+        self._read: int = self.store.add("news", 0)  # how many news this rank has read
         self._roll = Attendance(self.store, "here", ranks, self.rank)
         self.groups = [
             host_group(PrefixStore(f"gloo/{stage}/{members[0]}", self.store), members, self.rank, timeout)
