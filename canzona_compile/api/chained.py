@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
@@ -19,7 +19,7 @@ from canzona_compile.compat.torch_private import calls_outside_dynamo, outside_d
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step
-from canzona_compile.session.session import Session
+from canzona_compile.session.session import Session, all_ready
 from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.turns import STEP
 
@@ -48,6 +48,8 @@ class ChainCanzona(Canzona):
     Attributes:
         parts: what each optimizer has as `.canzona`, in the order of the chain.
     """
+
+    looks_ahead: ClassVar[bool] = True  # whether all optimizers are ready before the first one steps
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.parts: tuple[Canzona, ...] = parts_of(optimizers)
@@ -91,23 +93,16 @@ class ChainCanzona(Canzona):
     def ready(self) -> Iterator[None]:
         """Inside this context all optimizers take a step. What one of them refuses, none has begun.
 
-        Each optimizer finds out at its own turn under ZeRO-1, while steps are measured, and if hooks of single
-        optimizers change what their steps do.
+        Each optimizer finds out at its own turn under ZeRO-1, and if its hooks change what its step does.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sessions[0].turns.take(STEP))
             stack.enter_context(self.shown())
-            if not any(session.takes_dummy_step() for session in self.sessions):
-                for session in self.sessions if self._may_look_ahead() else ():
-                    stack.enter_context(session.ready())
+            if self.looks_ahead and not any(session.takes_dummy_step() for session in self.sessions):
+                stack.enter_context(all_ready(self.sessions))
             yield
         if self._has_news():
             self.log_headline()
-
-    def _may_look_ahead(self) -> bool:
-        """Tell whether all optimizers can be ready before the first one steps. Ranks have to plan in one order."""
-        planned = all(session.driver is not None for session in self.sessions)
-        return not (planned and any(session.measuring.wanted for session in self.sessions))
 
     def _has_news(self) -> bool:
         """Tell whether an optimizer has something new to report, once."""
@@ -121,6 +116,7 @@ class ChainCanzona(Canzona):
 class Zero1ChainCanzona(Zero1Canzona, ChainCanzona):
     """`chain.canzona` under ZeRO-1: that of the chain, and what is done to all gradients of the model."""
 
+    looks_ahead = False  # each optimizer announces its own step
     parts: tuple[Zero1Canzona, ...]
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -136,9 +132,6 @@ class Zero1ChainCanzona(Zero1Canzona, ChainCanzona):
             session.last()
         kinds = [session.optimizer_name for session in self.sessions]
         return replace(self.sessions[0].reported(), optimizer="+".join(kinds))  # the plan names those with matrices
-
-    def _may_look_ahead(self) -> bool:
-        return False  # each optimizer announces its own step
 
 
 class CanzonaChain(Chain):

@@ -151,26 +151,11 @@ class RankAgreement:
             return found
         return None
 
-    def settle(self, numbers: Mapping[Ranks, str], change: str, error: CanzonaError | None) -> CanzonaError | None:
-        """Compare, before a step, what this rank found with what the others found. A collective on the host.
-
-        It is an all-reduce of two integers for each set of ranks; texts are exchanged only if they differ.
-
-        Args:
-            numbers: for each set of ranks that shares tasks, the numbers that the step reads, as text.
-            change: what changed since the last step, as text.
-            error: the error that keeps this rank from taking the step; None if it can take it.
-
-        Returns:
-            The error that this rank has to raise; None if all ranks take the step. Nothing was updated.
-
-        Raises:
-            CanzonaError: a rank died, or failed on its way through an earlier step.
-        """
-        for ranks in sorted(numbers):
-            found = self._agreement_of(ranks).compare(change, numbers[ranks], error)
-            error = error or found
-        return error
+    def settle(
+        self, ranks: Ranks, numbers: str, change: str, error: CanzonaError | None, others: str = ""
+    ) -> CanzonaError | None:
+        """Compare within one set of ranks, before a step, what its ranks found, see `StoreAgreement.compare`."""
+        return self._agreement_of(ranks).compare(change, numbers, error, others)
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks."""

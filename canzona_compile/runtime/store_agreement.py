@@ -118,13 +118,16 @@ class StoreAgreement:
             "options, and load checkpoints on all ranks or on none",
         )
 
-    def compare(self, change: str, numbers: str, error: CanzonaError | None) -> CanzonaError | None:
+    def compare(self, change: str, numbers: str, error: CanzonaError | None, others: str = "") -> CanzonaError | None:
         """Compare what the members found before a step. This is a collective on the host.
+
+        It is an all-reduce of two integers; texts are exchanged only if they differ.
 
         Args:
             change: what changed since the last step.
             numbers: the numbers that the step reads.
             error: the error that keeps this rank from taking the step; None if it can take it.
+            others: the optimizers that step with this one, for messages.
 
         Returns:
             The error that this rank has to raise; None if all members found the same and can take the step.
@@ -132,7 +135,7 @@ class StoreAgreement:
         Raises:
             CanzonaError: a member died, or failed on its way through an earlier step.
         """
-        announced = self.channel.start(f"step() of {self.name}", json.dumps([change, numbers]), error)
+        announced = self.channel.start(f"step() of {self.name}{others}", json.dumps([change, numbers]), error)
         announced.finish()
         try:
             told = announced.result()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -24,13 +24,14 @@ from canzona_compile.ir.step import Step
 from canzona_compile.replica.raised import failed_on, first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
+from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoints import is_dummy_step, undone
-from canzona_compile.session.compared import ChangeKind, StepChange
+from canzona_compile.session.compared import ChangeKind, Ranks, StepChange
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.params import check_params, named_params, notice_data_parallel
 from canzona_compile.session.plan import Plan, make_plan, proposed_capacity, whole
@@ -38,6 +39,29 @@ from canzona_compile.session.portable_state import PortableState, given_back_on_
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.session.turns import STEP
 from canzona_compile.views.given_layout import check_marked, shardings_of
+
+NEWLY_SHARED = Purpose(
+    "step()",
+    "because its new plan shares matrices with them, and the plan before did not",
+    "change parameters, gradients and hyperparameters in the same way on all ranks",
+)
+
+
+class Found(NamedTuple):
+    """What a session found before a step.
+
+    Attributes:
+        change: what changed since the last step; None if nothing did.
+        error: what keeps this rank from taking the step; None if nothing does.
+    """
+
+    change: StepChange | None = None
+    error: CanzonaError | None = None
+
+    @property
+    def replans(self) -> bool:
+        """Whether the step needs a new plan."""
+        return self.change is not None and self.change.kind is ChangeKind.REPLAN
 
 
 class Session(PortableState):
@@ -58,6 +82,7 @@ class Session(PortableState):
         number: the number of steps that were begun.
         measuring: measures steps when asked to.
         has_dummy_state: whether `optimizer.state` holds the state of a dummy step.
+        shared: the sets of ranks with which the last plan shares tasks; None if there was no plan yet.
     """
 
     lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
@@ -73,6 +98,7 @@ class Session(PortableState):
         self.number = 0
         self.measuring = Measuring()
         self.has_dummy_state = False
+        self.shared: tuple[Ranks, ...] | None = None
         self._in_dummy_step = False  # whether this is a dummy step
         self._ready: StepDriver | None = None  # takes the next step, which all ranks have agreed on
         self._plans_anew = False  # whether ranks did not agree on the last step, so that all of them plan again
@@ -127,8 +153,7 @@ class Session(PortableState):
     def ready(self) -> Iterator[StepDriver]:
         """Inside this context, the next step is planned, and all ranks have agreed on it.
 
-        `take_step` enters it. What steps several sessions enters those of all of them before, so that a step that one
-        of them refuses is taken by none.
+        `take_step` enters it. What steps several sessions enters `all_ready`.
 
         Raises:
             CanzonaError: the step cannot be taken, see `step`; nothing was updated.
@@ -136,13 +161,21 @@ class Session(PortableState):
         if self._ready is not None:
             yield contextvars.copy_context().run(self._looked_again, self._ready)
             return
+        with self.entered():
+            self._ready = self.prepared()
+            yield self._ready
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The context of a step, which may end before the step is taken."""
         self._begin()
         with self.gradients(), current_device(self.device):
             try:
-                self._ready = self.prepared()
-                yield self._ready
-            except Exception as error:
-                if distributed():
+                yield
+            except BaseException as error:
+                if self.measuring.wanted:
+                    self.measuring.end()
+                if distributed() and isinstance(error, Exception):
                     note_rank(self.rank, error)
                 raise
             finally:
@@ -182,16 +215,9 @@ class Session(PortableState):
 
         What code of the optimizer does to variables of the user's context meanwhile is not done to the user's.
         """
-        return contextvars.copy_context().run(self._prepared)
-
-    def _prepared(self) -> StepDriver:
-        driver = self.driver
-        if self._agreement is not None:
-            self._agreement.check()
-        if driver is None:
-            return self._planned()
-        change, error = self._look(driver)
-        return self._settled(driver, change, error)
+        contextvars.copy_context().run(prepare, [self])
+        assert self.driver is not None
+        return self.driver
 
     def _looked_again(self, driver: StepDriver) -> StepDriver:
         """Agree once more if hooks of this optimizer, which have run since, changed what its step does.
@@ -201,31 +227,26 @@ class Session(PortableState):
         if not (HOOKS_OF_ALL or self.optimizer._optimizer_step_pre_hooks):
             return driver
         before = driver.facing()
-        change, error = self._look(driver)
-        replan = change is not None and change.kind is ChangeKind.REPLAN
-        if error is not None or replan or driver.facing() != before:
-            self._ready = driver = self._settled(driver, change, error)
+        found = self.look()
+        if found.error is not None or found.replans or driver.facing() != before:
+            prepare([self], [found])
+            assert self.driver is not None
+            self._ready = driver = self.driver
         return driver
 
-    def _settled(self, driver: StepDriver, change: StepChange | None, error: CanzonaError | None) -> StepDriver:
-        """Agree with the other ranks on what was found, and plan if that is needed."""
-        try:
-            self._settle(driver, "" if change is None else change.text, error)
-        except CanzonaError:
-            if driver.shares:
-                self._plans_anew = True
-                self.capture.forget_kinds()  # captures for a step that other ranks did not take have different names
-            raise
-        return self._planned() if change is not None and change.kind is ChangeKind.REPLAN else driver
-
-    def _planned(self) -> StepDriver:
+    def replan(self) -> None:
+        """Make a new plan, which the other ranks that share tasks with this one make, too."""
         with during(self.measuring.clock, "plan"), seldom_collected():
             self.release()
-            driver = self.driver = self._start()
-        driver.clock = self.measuring.clock
+            self.driver = self._start()
+        self.driver.clock = self.measuring.clock
+        self.shared = tuple(self.driver.numbers())
         self._plans_anew = False
-        self._settle(driver, "", None)
-        return driver
+
+    def refused(self) -> None:
+        """Ranks that share tasks did not agree on a step: all of them plan again."""
+        self._plans_anew = True
+        self.capture.forget_kinds()  # captures for a step that other ranks did not take have different names
 
     @contextlib.contextmanager
     def telling(self, driver: StepDriver | None = None) -> Iterator[None]:
@@ -238,32 +259,29 @@ class Session(PortableState):
                 self._agreement.fail(failed_on(self.rank, error))
             raise
 
-    def _look(self, driver: StepDriver) -> tuple[StepChange | None, CanzonaError | None]:
+    def look(self) -> Found:
         """Find out what the step has to do, or why it cannot begin."""
-        change: StepChange | None = None
-        error: CanzonaError | None = None
+        if self._agreement is not None:
+            self._agreement.check()
         try:
             with during(self.measuring.clock, "look"):
-                change = (
-                    StepChange.replan("ranks did not agree on the last step") if self._plans_anew else driver.look()
-                )
-        except CanzonaError as found:
-            error = found
-        except Exception as found:  # the other ranks must learn of any error instead of waiting
-            error = CanzonaError(f"the step cannot begin: {first_line(found)}")
-            error.__cause__ = found
-        return change, error
+                if self._plans_anew:
+                    return Found(StepChange.replan("ranks did not agree on the last step"))
+                if self.driver is None:
+                    return Found(StepChange.replan("there is no plan, as before the first step or after a load"))
+                return Found(self.driver.look())
+        except CanzonaError as error:
+            return Found(None, error)
+        except Exception as error:  # the other ranks must learn of any error instead of waiting
+            told = CanzonaError(f"the step cannot begin: {first_line(error)}")
+            told.__cause__ = error
+            return Found(None, told)
 
-    def _settle(self, driver: StepDriver, change: str, error: CanzonaError | None) -> None:
-        """Raise unless every rank found what this rank found, reads the same numbers, and can take the step."""
-        assert self._agreement is not None
-        with self.telling(), during(self.measuring.clock, "agree"):
-            numbers = self.measuring.marked(driver.numbers())
-            if self._plans_anew:  # these are of the last step; the next ones are compared once there is a plan
-                numbers = dict.fromkeys(numbers, "")
-            verdict = self._agreement.settle(numbers, change, error)
-        if verdict is not None:
-            raise verdict
+    def numbers(self) -> dict[Ranks, str]:
+        """The numbers that the next step reads, by set of ranks; empty texts if there has to be a plan first."""
+        if self.driver is None or self._plans_anew:
+            return dict.fromkeys(self.shared or (), "")
+        return self.measuring.marked(self.driver.numbers())
 
     def keep_launch_order(self) -> None:
         """Ask NCCL for what it may need, while that is early enough: before the first forward pass, if possible."""
@@ -285,8 +303,14 @@ class Session(PortableState):
         error = problem_of(lambda: found.append(self.bind_and_plan()))
         agreement = self._agreement = self._agreement or RankAgreement(self.groups, device, self.optimizer)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
+        if self.shared is not None:  # only ranks that share tasks have announced that they plan again
+            together = [self] if self.siblings is None else self.siblings.sessions
+            members = {ranks for session in together for ranks in session.shared or ()}
         agreement.report(members, error, "" if self.siblings is None else self.siblings.text)
         (plan,) = found
+        if self.shared is not None:
+            grids = {task.layout.grid.members() for task in plan.owned.tasks if task.layout.grid.size > 1}
+            meet_all(dict.fromkeys(grids - members, "a plan"), agreement.meeting_of, NEWLY_SHARED)
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
         with given_back_on_error(self.optimizer, partial(self._give_up, driver)):
             with self.telling(driver):
@@ -395,3 +419,72 @@ class Session(PortableState):
             self.driver.forget_programs()
         self.driver, self.has_dummy_state, self._consolidated = None, False, None
         self.measuring.found = None
+
+
+@contextlib.contextmanager
+def all_ready(sessions: Sequence[Session]) -> Iterator[None]:
+    """Inside this context, the next steps of several sessions are planned, and all ranks have agreed on all of them.
+
+    Raises:
+        CanzonaError: one of the steps cannot be taken, on this or another rank; nothing was updated.
+    """
+    with contextlib.ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.entered())
+        contextvars.copy_context().run(prepare, sessions)
+        for session in sessions:
+            session._ready = session.driver
+        yield
+
+
+def prepare(sessions: Sequence[Session], found: Sequence[Found] = ()) -> None:
+    """Plan where that is needed, and agree with the other ranks on the steps of sessions that step together.
+
+    Args:
+        sessions: those.
+        found: what each of them found; empty if they have to look.
+
+    Raises:
+        CanzonaError: one of the steps cannot be taken, on this or another rank.
+    """
+    found = found or [session.look() for session in sessions]
+    try:
+        settle(sessions, found)
+    except CanzonaError:
+        if any(session.shared for session in sessions):
+            for session in sessions:
+                session.refused()
+        raise
+    anew = [session for session, own in zip(sessions, found, strict=True) if own.replans]
+    for session in anew:
+        session.replan()
+    if anew:
+        settle(sessions, [Found()])
+
+
+def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
+    """Raise unless every rank found what this rank found, reads the same numbers, and can take the steps.
+
+    What any session found is announced to every set of ranks that shares tasks of one of them: the others may share
+    none, and ranks that step without this one would wait for it in the middle of the step.
+    """
+    change = "; ".join(own.change.text for own in found if own.change is not None)
+    error = next((own.error for own in found if own.error is not None), None)
+    numbers: dict[Ranks, list[str]] = {}
+    holders: dict[Ranks, Session] = {}
+    for session in sessions:
+        for ranks, text in session.numbers().items():
+            numbers.setdefault(ranks, []).append(text)
+            holders.setdefault(ranks, session)
+    with contextlib.ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.telling())
+        for ranks in sorted(numbers):
+            own = holders[ranks]
+            assert own._agreement is not None
+            others = "".join(f" and {other.optimizer_name}" for other in sessions if other is not own)
+            with during(own.measuring.clock, "agree"):
+                verdict = own._agreement.settle(ranks, "\n".join(numbers[ranks]), change, error, others)
+            error = error or verdict
+    if error is not None:
+        raise error

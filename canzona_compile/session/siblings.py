@@ -17,6 +17,7 @@ from canzona_compile.ir.step import Step, Task
 from canzona_compile.passes import planning_passes
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.compared import Ranks
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
 from canzona_compile.session.step_driver import StepDriver
 
@@ -27,6 +28,7 @@ class PlannedSession(Protocol):
     optimizer: Optimizer
     options: Options
     driver: StepDriver | None
+    shared: tuple[Ranks, ...] | None
 
     def exchanged(self) -> Binder: ...
 
