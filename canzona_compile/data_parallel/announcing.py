@@ -17,7 +17,8 @@ from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.runtime.channel import Announcement, Channel, channel_of
 from canzona_compile.runtime.meeting import Meeting
-from canzona_compile.runtime.store_agreement import first_difference, timeout_of
+from canzona_compile.runtime.process_groups import timeout_of
+from canzona_compile.runtime.store_agreement import first_difference
 from canzona_compile.session.compared import described
 
 Details = Mapping[str, str]  # by topic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,12 +52,17 @@ class Groups:
         return list(self._known.values())
 
     def of(self, ranks: Ranks) -> dist.ProcessGroup:
-        """Return the process group of these ranks. If it is new, all of them must call this."""
+        """Return the process group of these ranks. If it is new, all of them must call this.
+
+        A new one has the longest timeout of those that the user made.
+        """
         if ranks not in self._known:
             if dist.group.WORLD is not None and ranks == tuple(range(dist.get_world_size())):
                 self._known[ranks] = dist.group.WORLD
             else:
-                self._known[ranks] = new_group_of(ranks)
+                theirs: list[Any] = self.known or [dist.group.WORLD]
+                longest = max(timeout_of(own, device) for own in theirs for device in own._device_types)
+                self._known[ranks] = new_group_of(ranks, timeout=timedelta(seconds=longest))
         return self._known[ranks]
 
     def warm_up(self, ranks: Ranks, device: torch.device, watch: Watch) -> None:
@@ -141,3 +147,13 @@ def over_gloo(device: torch.device, group: dist.ProcessGroup | None = None) -> b
 def distributed() -> bool:
     """Tell whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the timeout of a process group on a device, in seconds: torch's default if it does not tell."""
+    try:
+        options = getattr(group._get_backend(device), "options", None)
+    except RuntimeError:  # it has no backend for this device
+        options = None
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout.total_seconds()

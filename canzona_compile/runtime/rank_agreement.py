@@ -17,12 +17,17 @@ from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.runtime.channel import Channel, hash_of
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
-from canzona_compile.runtime.meeting import Meeting
+from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
 
 Ranks = tuple[int, ...]
+NEWLY_SHARED = Purpose(
+    "step()",
+    "because its new plan shares matrices with them, and the plan before did not",
+    "change parameters, gradients and hyperparameters in the same way on all ranks",
+)
 
 
 class RankAgreement:
@@ -156,6 +161,10 @@ class RankAgreement:
     ) -> CanzonaError | None:
         """Compare within one set of ranks, before a step, what its ranks found, see `StoreAgreement.compare`."""
         return self._agreement_of(ranks).compare(change, numbers, error, others)
+
+    def meet(self, members: Iterable[Ranks]) -> None:
+        """Wait for ranks that a new plan shares tasks with, and that did not announce one."""
+        meet_all(dict.fromkeys(members, "a new plan"), self.meeting_of, NEWLY_SHARED)
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks."""

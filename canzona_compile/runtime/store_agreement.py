@@ -19,6 +19,7 @@ from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.runtime.channel import channel_of, hash_of
 from canzona_compile.runtime.meeting import Meeting
+from canzona_compile.runtime.process_groups import timeout_of
 
 # What ranks may disagree about: the problem that a difference means, and what to do about it.
 MISSING_GRADIENTS = (
@@ -182,13 +183,3 @@ def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
             if here != there:
                 return f"the first difference:\n  rank {ranks[0]}: {here.strip()}\n  rank {rank}: {there.strip()}"
     return "no line differs"
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the timeout of a process group on a device, in seconds: torch's default if it does not tell."""
-    try:
-        options = getattr(group._get_backend(device), "options", None)
-    except RuntimeError:  # it has no backend for this device
-        options = None
-    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
-    return timeout.total_seconds()

@@ -24,7 +24,6 @@ from canzona_compile.ir.step import Step
 from canzona_compile.replica.raised import failed_on, first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
-from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
@@ -40,20 +39,9 @@ from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.session.turns import STEP
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
-NEWLY_SHARED = Purpose(
-    "step()",
-    "because its new plan shares matrices with them, and the plan before did not",
-    "change parameters, gradients and hyperparameters in the same way on all ranks",
-)
-
 
 class Found(NamedTuple):
-    """What a session found before a step.
-
-    Attributes:
-        change: what changed since the last step; None if nothing did.
-        error: what keeps this rank from taking the step; None if nothing does.
-    """
+    """What a session found before a step: what changed since the last one, and what keeps this rank from taking it."""
 
     change: StepChange | None = None
     error: CanzonaError | None = None
@@ -310,7 +298,7 @@ class Session(PortableState):
         (plan,) = found
         if self.shared is not None:
             grids = {task.layout.grid.members() for task in plan.owned.tasks if task.layout.grid.size > 1}
-            meet_all(dict.fromkeys(grids - members, "a plan"), agreement.meeting_of, NEWLY_SHARED)
+            agreement.meet(grids - members)
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
         with given_back_on_error(self.optimizer, partial(self._give_up, driver)):
             with self.telling(driver):
@@ -423,11 +411,7 @@ class Session(PortableState):
 
 @contextlib.contextmanager
 def all_ready(sessions: Sequence[Session]) -> Iterator[None]:
-    """Inside this context, the next steps of several sessions are planned, and all ranks have agreed on all of them.
-
-    Raises:
-        CanzonaError: one of the steps cannot be taken, on this or another rank; nothing was updated.
-    """
+    """Inside this context, the next steps of several sessions are planned, and all ranks have agreed on all of them."""
     with contextlib.ExitStack() as stack:
         for session in sessions:
             stack.enter_context(session.entered())
@@ -438,22 +422,13 @@ def all_ready(sessions: Sequence[Session]) -> Iterator[None]:
 
 
 def prepare(sessions: Sequence[Session], found: Sequence[Found] = ()) -> None:
-    """Plan where that is needed, and agree with the other ranks on the steps of sessions that step together.
-
-    Args:
-        sessions: those.
-        found: what each of them found; empty if they have to look.
-
-    Raises:
-        CanzonaError: one of the steps cannot be taken, on this or another rank.
-    """
+    """Plan where that is needed, and agree with other ranks on the steps of sessions. They look unless it is known."""
     found = found or [session.look() for session in sessions]
     try:
         settle(sessions, found)
     except CanzonaError:
-        if any(session.shared for session in sessions):
-            for session in sessions:
-                session.refused()
+        for session in sessions if any(own.shared for own in sessions) else ():
+            session.refused()
         raise
     anew = [session for session, own in zip(sessions, found, strict=True) if own.replans]
     for session in anew:

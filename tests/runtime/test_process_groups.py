@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.process_groups import Groups, timeout_of
 from tests.harness.pairs import one_rank
 from tests.harness.ranks import run
 
@@ -68,3 +69,21 @@ def test_ranks_meet_that_have_unequally_many_groups() -> None:
     """Torch names groups that only their members make by how many groups a process has."""
     found = run(3, sums_of_groups)
     assert found == [[2, 1, 1, 3], [1, 1, 3, 3], [2, 3, 3]]
+
+
+def timeouts() -> list[float]:
+    """Those of a group that we make before and after we know one of the user's."""
+    groups, cpu = Groups(), torch.device("cpu")
+    theirs = dist.new_group([0, 1, 2], timeout=timedelta(seconds=77))
+    if dist.get_rank() == 2:
+        return []
+    found = [timeout_of(groups.of((0, 1)), cpu)]
+    groups = Groups()
+    groups.learn([theirs])
+    return [*found, timeout_of(groups.of((0, 1)), cpu), timeout_of(dist.group.WORLD, cpu)]
+
+
+@pytest.mark.ranks
+def test_groups_of_ours_have_the_timeout_of_theirs() -> None:
+    for own, learnt, default in run(3, timeouts)[:2]:
+        assert (own, learnt) == (default, 77)
