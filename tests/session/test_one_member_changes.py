@@ -132,8 +132,8 @@ def alone_on_one_rank(case: Case, edits: Sequence[Edit]) -> None:
     for edit in edits:
         pair = Pair(adamw, SHAPES, case=case)
         pair.steps(2)
-        if dist.get_rank() == 1:
-            edit(pair.wrapped)
+        for own in (pair.plain, pair.wrapped) if dist.get_rank() == 1 else ():
+            edit(own)
         pair.steps(2)
 
 
