@@ -207,12 +207,9 @@ class Channel:
     # -- announcements -------------------------------------------------------------------------------
 
     def start(self, doing: str, told: str = "", error: CanzonaError | None = None) -> Announcement:
-        """Start to announce something. The caller has to ask for the result before it begins collectives.
+        """Start to announce a call, with details that the caller compares, or the error that keeps this rank from it.
 
-        Args:
-            doing: the call, and what it concerns.
-            told: details that the caller compares.
-            error: what keeps this rank from the call; None if nothing does.
+        The caller has to ask for the result before it begins collectives.
 
         Raises:
             CanzonaError: the channel is broken.
@@ -390,13 +387,7 @@ _channels: weakref.WeakKeyDictionary[Any, dict[Ranks, Channel]] = weakref.WeakKe
 
 
 def channel_of(ranks: Sequence[int], timeout: timedelta) -> Channel:
-    """Return the channel of some ranks. If it is new, this is a collective of theirs.
-
-    Channels end with the default process group.
-
-    Args:
-        ranks: the global ranks.
-        timeout: how long announcements wait for other ranks, if the channel is new.
+    """Return the channel of some ranks. If it is new, this is a collective of theirs. It ends with the default group.
 
     Raises:
         CanzonaError: the channel is broken. Process groups of these ranks have collectives that never complete.

@@ -77,17 +77,11 @@ class GraphRecorder:
         torch.cuda.empty_cache()
 
     def record(self, run: Run, stream: str) -> Run:
-        """Record a stretch. If memory runs out, try it once more.
+        """Record a stretch, which ran before, and return what replays it on the current stream. If memory runs out, try
+        it once more.
 
         Other threads, such as NCCL's watchdog, may use the device meanwhile. Only this thread may not do what cannot
         be recorded.
-
-        Args:
-            run: launches the work. It ran before.
-            stream: the name of the stream on which the program has it.
-
-        Returns:
-            A function that replays the recording on the current stream.
 
         Raises:
             Exception: something in the run cannot be recorded. Nothing was executed, and the device is as it was
@@ -177,11 +171,6 @@ def clean_up(graph: Any, device: int, pool: GraphPool) -> None:
     Otherwise the allocator would behave as if the recording went on: memory that a stream has used would never be free
     again, and `empty_cache` would fail. In older versions of torch the random generator would refuse to draw numbers.
     The end of any recording corrects that, so this function makes a small one.
-
-    Args:
-        graph: the CUDA graph whose recording failed.
-        device: the index of the device.
-        pool: the memory pool of the recording.
     """
     if not end_allocation_to_pool(device, pool.handle):  # torch left nothing open
         return

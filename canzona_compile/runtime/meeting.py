@@ -109,10 +109,6 @@ class Meeting:
     def wait(self, told: str, purpose: Purpose) -> None:
         """After `arrive`, wait until all members have come, and compare what they came for.
 
-        Args:
-            told: what this rank came for, as it was given to `arrive`.
-            purpose: the call that needs all members.
-
         Raises:
             CanzonaError: a member did not come in time, failed, or came for something else. Nothing is pending then:
                 all members can meet again.
@@ -205,10 +201,7 @@ def pause_of(ranks: Ranks) -> float:
 def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: Purpose) -> None:
     """Wait until all ranks have come that a call needs, before it begins collectives.
 
-    Args:
-        told: for each set of ranks, what this rank means to do with them, as text.
-        meeting_of: finds the meetings of a set of ranks.
-        purpose: the call.
+    `told` has a text per set of ranks: what this rank means to do with them.
 
     Raises:
         CanzonaError: a rank did not come in time, failed, or means to do something else; or the store is gone.

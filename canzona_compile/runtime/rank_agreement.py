@@ -51,12 +51,7 @@ class RankAgreement:
         self.waiter = Waiter(self._channels, device)
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None, text: str = "") -> None:
-        """Tell the ranks of every mesh whether this rank could make a plan. This is a collective.
-
-        Args:
-            members: the global ranks of each mesh.
-            error: the error that kept this rank from planning; None if it made a plan.
-            text: what has to be the same on all of them.
+        """Tell the ranks of every mesh whether an error kept this rank from planning. This is a collective.
 
         Raises:
             CanzonaError: one of these ranks could not make a plan, or their texts differ. All of them raise.
@@ -77,16 +72,14 @@ class RankAgreement:
         Args:
             owned: the step of the plan, with owner ranks.
             options: the options as text.
-            present: for each task, in the order of the plan, what it has on this step: "a gradient",
-                "a first gradient" or "no gradient".
-            capacity: the one that this rank proposes; 0 for none.
+            present: for each task, in the order of the plan, whether it has a gradient, as `StepDriver.begin` says it.
+            capacity: the one that this rank proposes, in bytes; 0 for none.
 
         Returns:
             For each set of ranks, the least capacity that one of them proposes; empty if this rank proposes none.
 
         Raises:
-            InvalidGradient: some ranks have gradients that others lack. All ranks of the set raise.
-            RankMismatch: the plans differ. All ranks of the set raise.
+            CanzonaError: the plans differ, or gradients are missing on some ranks only. All ranks of the set raise.
         """
         tell("comparing the plan with those of other ranks")
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
@@ -113,9 +106,6 @@ class RankAgreement:
 
     def compare_copies(self, copies: Sequence[Copy]) -> None:
         """Compare copies of parameters and gradients among the ranks that hold them. This is a collective.
-
-        Args:
-            copies: the parameters of which several ranks hold copies, in the order of the plan.
 
         Raises:
             RankMismatch: ranks hold unequal copies. All ranks that share parameters with them raise.

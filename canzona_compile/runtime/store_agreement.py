@@ -75,33 +75,22 @@ class StoreAgreement:
         return Meeting(meetings, self.ranks, self.rank, self.channel.listen)
 
     def share(self, value: str, error: CanzonaError | None = None) -> list[str]:
-        """Gather one string from every member. This is a collective on the host.
-
-        Args:
-            value: the string of this rank.
-            error: the error that keeps this rank from planning; None if nothing does.
-
-        Returns:
-            The strings of all members, in the order of `ranks`.
+        """Gather one string from every member, in the order of `ranks`. This is a collective on the host.
 
         Raises:
-            CanzonaError: a member failed. Every member raises.
+            CanzonaError: a member failed, or an `error` keeps one from planning. Every member raises.
         """
         told = self.channel.exchange(f"planning of {self.name}", value, error)
         self._take_number()
         return told
 
     def agree(self, text: str, error: CanzonaError | None, missing: str = "", least: int = 0) -> int:
-        """Compare the plans of all members before the first step of a plan. This is a collective.
+        """Compare the plans of all members, as text, before the first step of a plan. This is a collective.
 
         Args:
-            text: the plan as text, line by line.
             error: the error that kept this rank from making a plan; None if it made one.
-            missing: what `about` names that this rank lacks; the plan as text differs where this does.
-            least: a number of this rank, which need not be that of the others.
-
-        Returns:
-            The least number of any member.
+            missing: which gradients this rank lacks; where this differs, the plans do.
+            least: a number of this rank, of which the least one of any member is returned.
 
         Raises:
             CanzonaError: a member failed, or the plans differ. Every member raises.
@@ -120,15 +109,10 @@ class StoreAgreement:
         )
 
     def compare(self, change: str, numbers: str, error: CanzonaError | None, others: str = "") -> CanzonaError | None:
-        """Compare what the members found before a step. This is a collective on the host.
+        """Compare what the members found before a step, and the numbers that it reads. A collective on the host.
 
-        It is an all-reduce of two integers; texts are exchanged only if they differ.
-
-        Args:
-            change: what changed since the last step.
-            numbers: the numbers that the step reads.
-            error: the error that keeps this rank from taking the step; None if it can take it.
-            others: the optimizers that step with this one, for messages.
+        It is an all-reduce of two integers; texts are exchanged only if they differ. `error` keeps this rank from
+        taking the step, and `others` names the optimizers that step with this one.
 
         Returns:
             The error that this rank has to raise; None if all members found the same and can take the step.
@@ -165,15 +149,7 @@ class StoreAgreement:
 
 
 def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """Find the first line in which the plan of a member differs from the plan of the first member.
-
-    Args:
-        ranks: the global ranks of the members.
-        texts: the plan of each member as text, in the order of `ranks`.
-
-    Returns:
-        A text for an error message, with both lines.
-    """
+    """The first line in which the plan of a member differs from that of the first member, for an error message."""
     base = texts[0].splitlines()
     for rank, text in zip(ranks[1:], texts[1:], strict=True):
         lines = text.splitlines()
