@@ -61,6 +61,8 @@ def test_stacks_of_experts_for_an_optimizer_with_batch_dims() -> None:
     stacks = {name for name, param in model.named_parameters() if param.ndim == 3}
     assert stacks
     assert matrices(model, batch_dims=True) == matrices(model) | stacks
+    vectors = Parts(experts=Parts(up_weight=(4, 1, 8), down_weight=(4, 8, 8)))
+    assert matrices(vectors, batch_dims=True) == {"experts.down_weight"}
     assert matrices(ARCHITECTURES["vit"].make(), batch_dims=True) == matrices(ARCHITECTURES["vit"].make())
 
 

@@ -16,6 +16,7 @@ from tests.harness.optimizers import (
     MUON_GROUPS,
     STACK_GROUPS,
     EntriesMuon,
+    GroupSpec,
     Scheduler,
     StackMuon,
     muon,
@@ -39,6 +40,7 @@ RECIPES = {
         ("muon", muon, MUON_GROUPS),
         ("stack", StackMuon, STACK_GROUPS),
         ("entries", EntriesMuon, STACK_GROUPS[1:]),
+        ("alike", muon, [GroupSpec(((64, 48),), {"eps": eps, "weight_decay": eps / 4}) for eps in (0.1, 1.0, 4.0)]),
     )
 }
 
@@ -81,6 +83,13 @@ def test_layout(case: Case, dtype: torch.dtype) -> None:
     report = check(outcomes)
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
     assert len({task["owner"] for task in report["tasks"]}) == min(case.world, 9)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
+def test_groups_that_differ_by_numbers_only(case: Case) -> None:
+    """An owner has matrices of several groups, of one shape and one graph, that must not share their numbers."""
+    check(on_ranks(train, "alike", [case], torch.float32, strategy="owner", micro_groups=1))
 
 
 def fragments(case: Case) -> tuple[list[int], list[str]]:

@@ -43,6 +43,16 @@ class Cubic(PerParameter):
         param.sub_(cube(grad) * group["lr"])
 
 
+class Keeping(PerParameter):
+    """Keeps the gradient of the step before, whole: a view of what was gathered. Wide matrices travel in bfloat16."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        grad = grad.to(torch.bfloat16 if param.shape[0] < param.shape[1] else torch.float32, copy=True)
+        last = state.get("last", torch.zeros_like(grad.T))
+        param.sub_((grad @ last @ grad).float() * group["lr"])
+        state["last"] = grad.T
+
+
 class TwoKinds(PerParameter):
     """Muon-like for groups with use_muon, Adam for the others: as many public Muons do it."""
 

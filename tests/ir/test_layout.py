@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -152,6 +152,7 @@ def test_layouts_are_what_dtensors_hold(case: tuple[Shape, Shape, tuple[Placemen
 
 @untimed(60)
 @given(fsdp_on_tp())
+@example(((8, 6), (2, 2, 2), (_StridedShard(0, split_factor=2), Shard(1), Shard(0))))
 def test_strided_shards_are_what_dtensors_hold(case: tuple[Shape, Shape, tuple[Placement, ...]]) -> None:
     """Where rows do not divide, `distribute_tensor` cuts otherwise than FSDP2: then a rank refuses."""
     shape, mesh, placements = case

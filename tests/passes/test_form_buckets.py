@@ -167,6 +167,13 @@ def test_matrices_lie_on_the_replica_of_their_owner(grid: tuple[int, int]) -> No
         assert "buckets {" in show(step)
 
 
+def test_fragments_are_those_of_the_ranks_own_column() -> None:
+    owned, _ = run(muon_step(grid_of(2, 2), (33, 32)), planning_passes(OWNERS))
+    for column, rows in enumerate((17, 16)):
+        (bucket,) = FormBuckets((column, 2 + column), 1 << 30, rank=column)(owned).buckets
+        assert bucket.elements == rows * 32
+
+
 def test_the_order_of_tasks_does_not_count() -> None:
     step, _ = step_with(4)
     tasks = list(step.tasks)

@@ -108,11 +108,12 @@ def shifts(b: Builder, matrix: fx.Node, by: Any, name: str) -> fx.Node:
     return b.call(name, aten.diagonal_scatter.default, matrix, moved, 0, -2, -1)
 
 
-def powers(shift: Any, squarings: int) -> fx.Graph:
-    """(X X^T + shift I) to a power, times X."""
-    b = Builder(x=empty((31, 48), torch.float16), t=3.0)
+def powers(shift: Any, squarings: int, scaled: bool = False) -> fx.Graph:
+    """(X X^T + shift I), or that times a 0-d tensor, to a power, times X."""
+    b = Builder(x=empty((31, 48), torch.float16), t=3.0, **({"s": empty(())} if scaled else {}))
     turned = b.call("turned", aten.permute.default, b["x"], [1, 0])
     r = shifts(b, b.call("gram", aten.mm.default, b["x"], turned), b["t"] if shift == "t" else shift, "shifted")
+    r = b.call("scaled", aten.mul.Tensor, r, b["s"]) if scaled else r
     for i in range(squarings):
         r = b.call(f"square_{i}", aten.mm.default, r, r)
     return b.returns(b.call("last", aten.mm.default, r, b["x"]))
@@ -135,10 +136,10 @@ def test_a_corner_that_would_overflow_is_not_computed(squarings: int, pads: int)
     assert close(evaluate(in_float64(after), {"x": big, "t": 3.0}), [r @ big], 1e-10)
 
 
-def test_a_corner_that_is_not_known_is_not_computed() -> None:
-    after = padded(powers("t", 1))
-    shifted = next(n for n in after.nodes if n.target is aten.diagonal_scatter.default)
-    assert tuple(shifted.meta["val"].shape) == (31, 31)
+@pytest.mark.parametrize(("graph", "unknown"), [(powers("t", 1), "shifted"), (powers(3.0, 1, scaled=True), "scaled")])
+def test_a_corner_that_is_not_known_is_not_computed(graph: fx.Graph, unknown: str) -> None:
+    (found,) = (n for n in padded(graph).nodes if n.name == unknown)
+    assert tuple(found.meta["val"].shape) == (31, 31)
 
 
 @pytest.mark.full

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.passes import Symmetry, lowering_passes, planning_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
+from canzona_compile.session.state import StateStore
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.conftest import Golden
@@ -34,6 +37,17 @@ from tests.harness.samples import Builder, empty, grid_of, muon_step, rows_layou
 from tests.passes.symmetric_graphs import M, N, aten, calls, close, in_float64
 
 GPU = Machine("cuda", "nccl", 1)
+
+
+def test_state_is_symmetric_if_that_of_all_tasks_is() -> None:
+    store, placed = object.__new__(StateStore), SimpleNamespace(template=SimpleNamespace(family="", name="t"))
+    store.plan = mock.Mock(**{"placed.return_value": placed})
+    even, odd = torch.eye(2), torch.ones(2, 2).triu()
+    for pair in ((even, odd), (odd, even)):
+        store.residents = {(str(i), "gram"): value for i, value in enumerate(pair)}
+        assert store.symmetric() == frozenset()
+    store.residents = {("0", "gram"): even, ("1", "gram"): even, ("0", "tall"): torch.zeros(3, 2), ("0", "odd"): odd}
+    assert store.symmetric() == {("t", "gram")}
 
 
 # -- state, by induction ---------------------------------------------------------------------------

@@ -174,6 +174,24 @@ def test_on_ranks(name: str, case: Case) -> None:
     run(case.world, train, name, case, strategy="owner", after=partial(train, name, ALONE))
 
 
+def train_in_turns(case: Case, **options: Any) -> None:
+    """A third of the gradients, then all, whose program needs larger buffers, and a third again.
+
+    Micro-groups mix wires of odd numbers of bytes with wires of four bytes per element.
+    """
+    pair = Pair(toys.Keeping, ((5, 7), (6, 4)) * 3, case=case, **options)
+    for missing in [(2, 3, 4, 5)] * 3 + [()] * 2 + [(2, 3, 4, 5)] * 2:
+        pair.step(*missing)
+    assert pair.report.fallbacks == {}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("micro_groups", [1, 3])
+def test_programs_that_share_buffers_take_turns(micro_groups: int) -> None:
+    after = partial(train_in_turns, ALONE)
+    run(2, train_in_turns, Case("fsdp", (2,)), strategy="owner", micro_groups=micro_groups, after=after)
+
+
 @pytest.mark.full
 def test_captures_of_soap_under_a_schedule() -> None:
     """With a refresh every third step, 30 steps: three per shape at most, and none after a checkpoint."""

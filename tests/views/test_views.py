@@ -25,6 +25,7 @@ CUTS = [BucketSlice("w", 0, 20, 0, 0), BucketSlice("w", 20, 12, 1, 0)]
 VIEWS: dict[str, Callable[[Tensor], ParamView]] = {
     "views of the memory": lambda w: PiecesView("w", w, Split({"q": 6, "k": 2}), Box.whole(SHAPE)),
     "copies": lambda w: PiecesView("w", w, Split({"q": 4, "k": 4}, interleaved=2), Box.whole(SHAPE)),
+    "heads": lambda w: PiecesView("w", w, Split({"q": 4, "k": 4}, head=2), Box.whole(SHAPE)),
     "columns": lambda w: PiecesView("w", w, Split({"q": 2, "k": 2}, dim=1), Box.whole(SHAPE)),
     "slices": lambda w: SlicesView("w", w, CUTS),
     "one slice": lambda w: SlicesView("w", w, [BucketSlice("w", 0, 32, 0, 0)]),
@@ -80,7 +81,7 @@ def test_state_comes_back(view: ParamView) -> None:
     assert all(read["step"] == 3 for read in view.state_in(again))
 
 
-@pytest.mark.parametrize("name", ["views of the memory", "copies", "columns"])
+@pytest.mark.parametrize("name", ["views of the memory", "copies", "heads", "columns"])
 def test_entries_with_leaves_of_both_sorts_come_back(name: str) -> None:
     view = VIEWS[name](nn.Parameter(torch.zeros(SHAPE)))
     view.show()
@@ -88,7 +89,7 @@ def test_entries_with_leaves_of_both_sorts_come_back(name: str) -> None:
         {"own": {"like": torch.rand(p.shape), "side": torch.rand(3)}, "count": i} for i, p in enumerate(view.parts)
     ]
     joined = view.state_out(states, never)
-    assert sorted(joined) == ["k.count", "k.own", "own", "q.count", "q.own"]
+    assert sorted(joined) == sorted(["own", *(f"{p.key}.{key}" for p in view.parts for key in ("count", "own"))])
     assert joined["own"]["like"].shape == SHAPE
     for before, after in zip(states, view.state_in(joined), strict=True):
         assert torch.equal(before["own"]["like"], after["own"]["like"])
