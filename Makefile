@@ -35,6 +35,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 XDIST = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
+MUTANTS_ARGS ?=
 ACCEPT_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -49,7 +50,7 @@ export OMP_NUM_THREADS := 1
 # Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch test-clients test-gpu lint types docs bench bench-gpu gpu-acceptance clean
+.PHONY: demo test test-all test-torch test-clients test-gpu mutants lint types docs bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -84,6 +85,10 @@ test-clients: $(VENV)/.clients
 # tests are imported: others may need packages that a GPU machine lacks.
 test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(OWN) -m pytest -m gpu -rs $$(grep -rl 'mark\.gpu' tests --include='test_*.py') $(PYTEST_ARGS)
+
+# What tests would not notice: MUTANTS_ARGS="--seed 2 --count 60 --minutes 120". A change takes a minute on idle cores.
+mutants: $(INSTALLED)
+	$(BIN)/python tests/harness/mutants.py $(MUTANTS_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
