@@ -51,6 +51,7 @@ def exact_calls(d: torch.dtype) -> list[Work]:
         one_call(aten.add.Tensor, [x, y]),
         one_call(aten.add.Tensor, [x, y], alpha=-0.0037),
         one_call(aten.sub.Tensor, [x, y], alpha=0.0037),
+        one_call(aten.add.Scalar, [x], 0.25, -0.0037),
         one_call(aten.mul.Tensor, [x, y]),
         one_call(aten.mul.Tensor, [x], 0.9973),
         one_call(aten.div.Tensor, [x, y]),

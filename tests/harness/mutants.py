@@ -30,13 +30,22 @@ ROOMS = {  # core files, and the tests that whoever changes one would run; witho
     "canzona_compile/lowering/*.py": f"tests/lowering tests/passes {WHOLE} tests/fake_cuda/test_trainings.py",
     "canzona_compile/ownership/[!em]*.py": "tests/ownership tests/passes/test_planning_passes.py",
     "canzona_compile/runtime/[bcegs]*.py": "tests/runtime tests/fake_cuda tests/session",
-    "canzona_compile/session/[bghsw]*.py": "tests/session tests/end_to_end/test_chain.py",
+    "canzona_compile/session/[bghsw]*.py": "tests/session tests/end_to_end/test_chain.py tests/end_to_end/test_joint.py",
     "canzona_compile/views/*.py": f"tests/views tests/session/test_split.py tests/data_parallel/test_split.py {WHOLE}",
-    "passes/*.py": f"tests/passes tests/lowering {WHOLE}",
+    "passes/*.py": f"tests/passes tests/lowering tests/session/test_planned_runs.py {WHOLE}",
 }
 PAIRS = ["Lt LtE", "Gt GtE", "Eq NotEq", "In NotIn", "Is IsNot", "Add Sub", "And Or"]
 OPPOSITES = {getattr(ast, a): getattr(ast, b) for p in PAIRS for a, b in (p.split(), p.split()[::-1])}
-LEFT = {"tell", "warn", "debug", "info", "isinstance", "TypeVar", "dataclass", "field"}  # calls that are not changed
+LEFT = {
+    "tell",
+    "warn",
+    "debug",
+    "isinstance",
+    "attrgetter",
+    "TypeVar",
+    "dataclass",
+    "field",
+}  # calls that are not changed
 WORDS = {"strict", "hint", "at", "name"}  # arguments that say or check something
 NOT_RUN = {"annotation", "returns", "decorator_list", "bases"}  # parts of statements
 Mutant = tuple[str, int, str, bytes]  # a path, a line, its text before and after, the source after
@@ -66,7 +75,7 @@ def changed(node: ast.AST, names: list[str]) -> Iterator[str]:
             yield "pass"
         case ast.Continue() | ast.Break():
             yield "break" if isinstance(node, ast.Continue) else "continue"
-        case ast.Call(args=[one, two, *rest]) if called(node) not in {"min", "max", "equal"}:
+        case ast.Call(args=[one, two, *rest]) if called(node) not in {"min", "max", "equal", "times"}:
             other.args = [two, one, *rest]
             yield ast.unparse(other)
         case ast.Return(value=ast.Name(id=own)):
