@@ -21,31 +21,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-WHOLE = "tests/end_to_end/test_parity.py tests/session/test_variants.py"
+WHOLE = "tests/end_to_end/test_parity.py tests/session/test_variants.py tests/session/test_split.py"
 ROOMS = {  # core files, and the tests that whoever changes one would run; without bounds that only prune a search
     "canzona_compile/capture/*.py": "tests/capture",
     "canzona_compile/codegen/*.py": "tests/codegen tests/lowering",
     "canzona_compile/data_parallel/[ceghnr]*.py": "tests/data_parallel",
-    "canzona_compile/ir/[blsv]*.py": f"tests/ir tests/passes tests/session/test_split.py {WHOLE}",
+    "canzona_compile/ir/[blsv]*.py": f"tests/ir tests/passes tests/api/test_chain.py {WHOLE}",
     "canzona_compile/lowering/*.py": f"tests/lowering tests/passes {WHOLE} tests/fake_cuda/test_trainings.py",
     "canzona_compile/ownership/[!em]*.py": "tests/ownership tests/passes/test_planning_passes.py",
     "canzona_compile/runtime/[bcegs]*.py": "tests/runtime tests/fake_cuda tests/session",
-    "canzona_compile/session/[bghsw]*.py": "tests/session tests/end_to_end/test_chain.py tests/end_to_end/test_joint.py",
-    "canzona_compile/views/*.py": f"tests/views tests/session/test_split.py tests/data_parallel/test_split.py {WHOLE}",
+    "canzona_compile/session/[bghsw]*.py": "tests/session tests/end_to_end/test_joint.py",
+    "canzona_compile/views/*.py": f"tests/views tests/data_parallel/test_split.py {WHOLE}",
     "passes/*.py": f"tests/passes tests/lowering tests/session/test_planned_runs.py {WHOLE}",
 }
 PAIRS = ["Lt LtE", "Gt GtE", "Eq NotEq", "In NotIn", "Is IsNot", "Add Sub", "And Or"]
 OPPOSITES = {getattr(ast, a): getattr(ast, b) for p in PAIRS for a, b in (p.split(), p.split()[::-1])}
-LEFT = {
-    "tell",
-    "warn",
-    "debug",
-    "isinstance",
-    "attrgetter",
-    "TypeVar",
-    "dataclass",
-    "field",
-}  # calls that are not changed
+LEFT = {"tell", "warn", "debug", "isinstance", "attrgetter", "TypeVar", "dataclass", "field"}  # calls left alone
 WORDS = {"strict", "hint", "at", "name"}  # arguments that say or check something
 NOT_RUN = {"annotation", "returns", "decorator_list", "bases"}  # parts of statements
 Mutant = tuple[str, int, str, bytes]  # a path, a line, its text before and after, the source after
