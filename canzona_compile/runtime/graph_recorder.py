@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from canzona_compile.compat.garbage import not_collecting
 from canzona_compile.compat.matmul_precision import put_back_on_error
 from canzona_compile.compat.torch_private import end_allocation_to_pool
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
@@ -130,18 +131,6 @@ class GraphRecorder:
 def work_stream(stream: str) -> str:
     """The name of the stream on which work of a stream is recorded. The caller's own may not be able to record."""
     return COMPUTE if stream == CALLER else stream
-
-
-@contextlib.contextmanager
-def not_collecting() -> Iterator[None]:
-    """Inside this context Python collects no garbage, in which tensors, events and CUDA graphs may be."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 _scratch: dict[int, Any] = {}  # by the index of the device; no other memory comes from it

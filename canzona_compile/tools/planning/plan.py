@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.api.chains.chain import Chain
+from canzona_compile.compat.garbage import not_collecting
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
@@ -23,7 +24,6 @@ from canzona_compile.machine.hardware import Hardware, Machine, named_hardware
 from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.forecast import forecast
-from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.held import dealt, held_by, hidden_names, model_of_chain, with_held
 from canzona_compile.tools.planning.local import local_forecast
 from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
@@ -39,7 +39,7 @@ ALPHAS = (0.0, 0.5, 1.0)  # of the alternatives under ZeRO-1
 Say = Callable[[str], None]
 
 
-@paused()
+@not_collecting()
 def plan(
     model: str | nn.Module | Mapping[str, Any] | Model,
     *,

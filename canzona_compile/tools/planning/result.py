@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from canzona_compile.compat.garbage import not_collecting
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
@@ -15,7 +16,6 @@ from canzona_compile.report.markdown import markdown
 from canzona_compile.report.page import PageModel
 from canzona_compile.report.printable import Printable
 from canzona_compile.tools.planning.figures import Forecast
-from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.plan_page import brief_page, plan_page
 from canzona_compile.tools.planning.trace import trace
 
@@ -48,7 +48,7 @@ class OfflinePlan(Printable):
         found: dict[str, Any] = finite({**self.file.to_dict(), "forecast": own})
         return found
 
-    @paused()
+    @not_collecting()
     def to_json(self) -> str:
         """Return the plan file with the forecast, as JSON."""
         return json.dumps(self.to_dict()) + "\n"
