@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.runtime import channel, meeting
@@ -19,46 +20,16 @@ COUNTS = (8, 64, 1024)
 PURPOSE = Purpose("state_dict()", "because it does", "call it everywhere")
 
 
-class Store:
-    """A key-value store that counts requests."""
+class Counted:
+    """A store of torch, or a part of one, that counts requests."""
 
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
+    def __init__(self, prefix: str = "", store: Any = None) -> None:
+        self.store = dist.HashStore() if store is None else dist.PrefixStore(prefix, store.store)
         self.requests = 0
 
-    def _asked(self) -> dict[str, bytes]:
+    def __getattr__(self, name: str) -> Any:
         self.requests += 1
-        return self.held
-
-    def set(self, key: str, value: str) -> None:
-        self._asked()[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self._asked()[key]  # that of torch would wait for the key
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._asked() for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        value = int(self._asked().get(key, b"0")) + amount
-        self.held[key] = str(value).encode()
-        return value
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if self._asked().get(key, b"") == expected.encode():
-            self.held[key] = desired.encode()
-        return self.held[key]
-
-    def delete_key(self, key: str) -> bool:
-        return self._asked().pop(key, None) is not None
-
-
-class Prefixed(Store):
-    """A part of a store."""
-
-    def __init__(self, prefix: str, store: Any) -> None:
-        super().__init__()
-        self.held = store.held
+        return getattr(self.store, name)
 
 
 @pytest.fixture
@@ -66,8 +37,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the channels of some of the ranks on one store."""
 
     def make(count: int, *those: int) -> list[Any]:
-        store, found = Store(), []
-        monkeypatch.setattr(channel, "PrefixStore", Prefixed)
+        store, found = Counted(), []
+        monkeypatch.setattr(channel, "PrefixStore", Counted)
         monkeypatch.setattr(channel, "default_store", lambda: store)
         monkeypatch.setattr(channel, "own_name", lambda *_: "")
         monkeypatch.setattr(channel, "host_group", lambda *_: None)
@@ -121,8 +92,8 @@ def test_the_roll_call_names_who_does_not_answer(ranks: Any, monkeypatch: pytest
     assert own.store.requests < 25
 
 
-def meetings(count: int) -> tuple[Store, list[Meeting]]:
-    store: Any = Store()
+def meetings(count: int) -> tuple[Counted, list[Meeting]]:
+    store: Any = Counted()
     return store, [Meeting(store, range(count), rank, lambda: None) for rank in range(count)]
 
 
@@ -140,7 +111,7 @@ def test_ranks_that_meet_ask_in_proportion_to_their_number(different: bool) -> N
                 else:
                     one.wait("", PURPOSE)
         assert store.requests < 2 * 11 * count
-        assert not store.held
+        assert store.num_keys() == 0
 
 
 def test_ranks_that_miss_one_name_it_and_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
