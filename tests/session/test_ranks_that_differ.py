@@ -205,6 +205,18 @@ def delete_one(trainer: Trainer, other: Trainer) -> None:
         del own.optimizer.state[own.params[1]]
 
 
+def pop_one(trainer: Trainer, other: Trainer) -> None:
+    for own in (trainer, other):
+        own.optimizer.state.pop(own.params[1])
+
+
+def halve_one(trainer: Trainer, other: Trainer) -> None:
+    for own in (trainer, other):
+        for value in own.optimizer.state[own.params[1]].values():
+            if value is not None:  # it lies on an owner elsewhere
+                value.mul_(0.5)
+
+
 def follows(case: Case, edit: Callable[[Trainer, Trainer], None]) -> list[bool]:
     """A wrapped optimizer on fragments, and the plain one on whole matrices, edited alike."""
     wrapped = Trainer(case)
@@ -227,7 +239,7 @@ def follows(case: Case, edit: Callable[[Trainer, Trainer], None]) -> list[bool]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("edit", [replace_memory, clear_both, delete_one])
+@pytest.mark.parametrize("edit", [replace_memory, clear_both, delete_one, pop_one, halve_one])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_ranks_change_alike(case: Case, edit: Callable[[Trainer, Trainer], None]) -> None:
     assert run(case.world, follows, case, edit, after=ready()) == [[True] * 4] * case.world
