@@ -21,7 +21,6 @@ from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step
 from canzona_compile.session.session import Session, all_ready
 from canzona_compile.session.siblings import Siblings
-from canzona_compile.session.turns import STEP
 
 
 class MemberCanzona(Canzona):
@@ -96,7 +95,7 @@ class ChainCanzona(Canzona):
         Each optimizer finds out at its own turn under ZeRO-1, and if its hooks change what its step does.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.sessions[0].turns.take(STEP))
+            stack.enter_context(self.sessions[0].turns.take())
             stack.enter_context(self.shown())
             if self.looks_ahead and not any(session.takes_dummy_step() for session in self.sessions):
                 stack.enter_context(all_ready(self.sessions))

@@ -61,7 +61,8 @@ class Groups:
                 self._known[ranks] = dist.group.WORLD
             else:
                 theirs: list[Any] = self.known or [dist.group.WORLD]
-                longest = max(timeout_of(own, device) for own in theirs for device in own._device_types)
+                known = [timeout_of(own, device) for own in theirs for device in own._device_types]
+                longest = max(known, default=dist.default_pg_timeout.total_seconds())
                 self._known[ranks] = new_group_of(ranks, timeout=timedelta(seconds=longest))
         return self._known[ranks]
 

@@ -36,7 +36,6 @@ from canzona_compile.session.params import check_params, named_params, notice_da
 from canzona_compile.session.plan import Plan, make_plan, proposed_capacity, whole
 from canzona_compile.session.portable_state import PortableState, given_back_on_error
 from canzona_compile.session.step_driver import StepDriver
-from canzona_compile.session.turns import STEP
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
 
@@ -107,7 +106,7 @@ class Session(PortableState):
             CanzonaError: the step cannot be taken. Every rank that shares tasks with this one raises. Nothing was
                 updated then, unless a collective broke: the micro-groups before that collective were updated.
         """
-        with self.turns.take(STEP):
+        with self.turns.take():
             return self.measuring.step(self) if self.measuring.wanted else self.take_step()
 
     def take_step(self) -> bool:

@@ -24,7 +24,7 @@ class Turns:
         self._trainer = threading.main_thread()  # took the last step
 
     @contextlib.contextmanager
-    def take(self, call: str) -> Iterator[None]:
+    def take(self, call: str = STEP) -> Iterator[None]:
         """Inside this context, a call is under way.
 
         Raises:

@@ -124,8 +124,8 @@ def trained(
         before = collectives()
         optimizer.step()
     sessions = getattr(optimizer.canzona, "sessions", None) or [optimizer.canzona.session]  # of a chain
-    agreements = sum(len(own.driver.numbers()) for own in sessions)  # one all-reduce each, before anything is updated
-    started = collectives() - before - agreements
+    agreed = {ranks for own in sessions for ranks in own.driver.numbers()}  # one all-reduce each, before any update
+    started = collectives() - before - len(agreed)
     elements = [index.numel() for index in laid.indices]
     report = optimizer.canzona.report().to_dict()
     return optimizer, Outcome([*differences(plain, optimizer, laid)], elements, started, report)

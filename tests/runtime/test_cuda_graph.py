@@ -33,7 +33,7 @@ from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_FAILURES, MOST_RECORDINGS, Replay, obstacle, obstacle_in
 from canzona_compile.runtime.graph_recorder import pool_of
 from canzona_compile.runtime.scalar_ops import FORMS
-from canzona_compile.session import plan
+from canzona_compile.session import plan, session
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
@@ -49,6 +49,7 @@ CPU = torch.device("cpu")
 def programs_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are written as for CUDA: operator by operator where the CPU's have torch's foreach functions."""
     monkeypatch.setattr(plan, "machine_of", lambda params, rates=None: Machine("cuda", "nccl", 1, rates))
+    monkeypatch.setattr(session, "proposed_capacity", lambda *_: 0)  # a device would be asked for its memory
 
 
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {

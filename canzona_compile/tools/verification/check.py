@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 # These cannot be given: the layout of `verify` decides `replicate` and leaves no plain fragments; the plain optimizer
-# neither staggers nor splits parameters, so there would be nothing to compare with; and the CPU has no CUDA graphs.
-NOT_GIVEN = {"replicate", "layout", "stagger", "split", "names", "prefix", "cuda_graphs"}
+# neither staggers nor splits parameters, so there would be nothing to compare with; the CPU has no CUDA graphs; and
+# ranks agree by themselves.
+NOT_GIVEN = {"replicate", "layout", "stagger", "split", "names", "prefix", "cuda_graphs", "agreed"}
 HOW = ("eager", "local")  # ways that have a reason, as fields of `Findings`
 OPTIONS = sorted({field.name for field in fields(Options)} - NOT_GIVEN)
 
