@@ -364,7 +364,7 @@ def unwrap(optimizer: Opt) -> Opt:
         own.canzona.session.check_taken_back()
     if wrapped:
         known = getattr(optimizer, "canzona", None)
-        (wrapped[0].canzona if wrapped == [optimizer] else handle_of(wrapped, known)).release()
+        (wrapped[0].canzona if len(wrapped) == 1 else handle_of(wrapped, known)).release()
     for own in wrapped:
         detach(own)
     for own in filter(is_chain, filter(is_wrapped, held)):

@@ -34,6 +34,7 @@ class Zero1Canzona(Canzona):
 
     def release(self) -> None:
         """Leave the optimizer as it would be without `zero1`, and the model too after the last one. A collective."""
+        self.zero1.synchronize()  # as long as nothing is given up
         super().release()
         for session in self.sessions:
             self.zero1.release(session)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import operator
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from functools import reduce as fold
 from typing import Any
 
 import torch
@@ -268,6 +269,7 @@ class Reduction:
         pending = reduce(self.group, bucket, filled)
         if self.group.replicate is not None and pending.parts is None and not self.waiter.on_host:
             self._side = self._side or torch.cuda.Stream(filled.device)
+            self._side.wait_stream(torch.cuda.current_stream(filled.device))  # with one shard nothing was reduced
             with torch.cuda.stream(self._side):
                 sum_replicas(self.group.replicate, pending)
         self._pending.append(pending)
@@ -314,7 +316,7 @@ class Reduction:
 
     def held_bytes(self) -> int:
         """Bytes of buckets under way and of shards that have arrived, during backward, and of memory for buckets."""
-        pending = [tensor for one in self._pending for tensor in one.tensors]
+        pending = [tensor for one in (*self._pending, *self._summing) for tensor in one.tensors]
         return bytes_held([*pending, *self._shards.values()]) + self.memory.free_bytes
 
     # -- at the end of backward ----------------------------------------------------------------------
@@ -390,13 +392,13 @@ class Reduction:
         Returns:
             Their names.
         """
-        names, channel = frozenset(self.fragments), self.announcer.channel
-        told = sorted(names - self._seen)
-        if channel is None or self.zeros:
-            return names if self.zeros else names - set(told)
-        with during(self.clock, f"wait {REDUCE}"):
-            answers = channel.exchange(f"the end of {CALL} of {self.announcer.name}", json.dumps(told))
-        return names - set(told).intersection(*map(json.loads, set(answers)))
+        names, channel = tuple(self.fragments), self.announcer.channel
+        missing = sum(1 << i for i, name in enumerate(names) if name not in self._seen and not self.zeros)
+        if channel is not None and not self.zeros:
+            with during(self.clock, f"wait {REDUCE}"):
+                answers = channel.exchange(f"the end of {CALL} of {self.announcer.name}", f"{missing:x}")
+            missing = fold(operator.and_, (int(answer, 16) for answer in answers))
+        return frozenset(name for i, name in enumerate(names) if not missing >> i & 1)
 
     def _hand_out(self) -> None:
         """Give owners the gradients of what they own, and every rank the sign that there are gradients."""

@@ -229,6 +229,10 @@ class OwnerSession(Session):
         whole = self._whole
         return whole.meeting if whole is not None and whole.ranks == ranks else super().meeting_of(ranks)
 
+    @property
+    def has_objects(self) -> bool:
+        return self._stepped and any(bound.kind.recipe is not None for bound in self._bound.values())  # on any rank
+
     def leave(self) -> None:
         """Put whole state into `optimizer.state` and drop the plan. This is a collective.
 

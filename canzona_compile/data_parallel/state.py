@@ -28,7 +28,14 @@ class Unlaid(NamedTuple):
     local: Tensor
 
 
-REMOVED = object()  # what users get of state that they remove: this rank may hold none of it
+class Removed(dict[Any, Any]):
+    """What users get of state that they remove: this rank may hold none of it."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise CanzonaError(
+            "state that was removed cannot be read here, because owners held it",
+            hint="call optimizer.state_dict() on all ranks before that",
+        )
 
 
 class OwnedState(defaultdict[Any, Any]):
@@ -82,7 +89,7 @@ class OwnedState(defaultdict[Any, Any]):
     def pop(self, key: Any, *default: Any) -> Any:
         if self._with_user() and id(key) in self._names and key in self:
             self.removed.add(self._names[id(key)])
-            default = (REMOVED,)
+            default = (Removed(),)
         return super().pop(key, *default)
 
     __delitem__ = pop
@@ -96,6 +103,11 @@ class OwnedState(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:  # a copy is a dict like any other
         return defaultdict, (dict, dict(self))
+
+    def copy(self) -> Any:
+        return defaultdict(dict, self)
+
+    __copy__ = copy
 
 
 def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:

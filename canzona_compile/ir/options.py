@@ -22,6 +22,7 @@ MissingGrads = Literal["skip", "zero"]
 NOT_YET_OPTIONS = ("split", "layout", "model", "hardware", "plan")
 CAPACITY = 512 * 2**20  # bytes, where nobody knows how much memory is free
 LARGEST_CAPACITY = 2**30  # bytes; beyond this, larger micro-groups are hardly faster
+LEAST_CAPACITY = 2**24  # bytes; below this, there would be a micro-group for each matrix
 SHARE = 32  # of free memory; a step's buffers are up to eight times the capacity, with two micro-groups in flight
 
 
@@ -139,4 +140,4 @@ class Options:
 
 def capacity_within(free: int) -> int:
     """The capacity for so many bytes of free memory: a power of two, so that runs with nearly as much choose alike."""
-    return min(LARGEST_CAPACITY, 1 << max(1, free // SHARE).bit_length() - 1)
+    return max(LEAST_CAPACITY, min(LARGEST_CAPACITY, 1 << max(1, free // SHARE).bit_length() - 1))

@@ -6,7 +6,8 @@ which details, or the error that keeps it from that. An announcement is an all-r
 digest, on a process group of our own. It has one size whatever it says, so announcements of ranks that went different
 ways meet one another in order. If digests are equal, all ranks do the same and go on. Else they exchange the texts, and
 all raise before any collective of data has begun. Gloo's all-reduce is a ring, 2 (n - 1) messages one after the other.
-From `MANY` ranks on, each row of a rectangle of ranks reduces, and then each column: about 4 sqrt(n) messages.
+From `MANY` ranks on, each row of a rectangle of ranks reduces, and then each column: about 4 sqrt(n) messages, if
+n has a divisor near its root. A rank then waits for all others where it starts an announcement.
 
 There is one channel for each set of ranks in a process. All optimizers and models on these ranks share it, so that two
 optimizers that are stepped in another order on some rank are found, too. An error on the way through a call *breaks*

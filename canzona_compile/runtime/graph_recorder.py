@@ -100,8 +100,10 @@ class GraphRecorder:
         origin, work = stream_named(ORIGIN, index), stream_named(work_stream(stream), index)
         try:
             if work_stream(stream) == COMPUTE:  # other streams have no products
+                work.wait_stream(caller)  # on which earlier stretches may use that memory now
                 torch.cuda.set_stream(work)
                 keep_scratch(self.device)
+                caller.wait_stream(work)
             torch.cuda.set_stream(origin)
             origin.wait_stream(caller)  # the beginning writes to random generators, which CUDA graphs of the model read
             with not_collecting(), put_back_on_error():
@@ -139,17 +141,13 @@ _scratch: dict[int, Any] = {}  # by the index of the device; no other memory com
 def keep_scratch(device: torch.device) -> None:
     """Let the current stream have scratch memory for products from a pool of ours, unless it has such memory.
 
-    Torch may forget it, but the pool never gives its memory to anybody else. The device's memory for that is some
-    megabytes, 32 at most.
-
-    Args:
-        device: the device of the stream.
+    Torch may forget it, but the pool never gives its memory to anybody else: some megabytes, see docs/gpu.md.
     """
     index = index_of(device)
     if index not in _scratch:
         _scratch[index] = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(_scratch[index], index):
-        square = torch.zeros(16, 16, device=device)
+        square = torch.zeros(16, 16, dtype=torch.float32, device=device)
         torch.mm(square, square)  # takes that of cuBLAS
         torch.addmm(square[0], square, square)  # takes that of cuBLASLt
 

@@ -128,7 +128,7 @@ class PortableState:
         optimizer: the wrapped optimizer.
 
     Attributes:
-        driver: takes the steps of the current plan; None before the first step and after `close`.
+        driver: takes the steps of the current plan; None before the first step and after `release`.
         siblings: plans the optimizers of a chain together; None if this one is in no chain.
         turns: lets one call at a time work on the optimizer; those of a chain share it.
     """
@@ -187,15 +187,20 @@ class PortableState:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""
         return {} if self.driver is None else partners(self.driver.store)
 
+    @property
+    def has_objects(self) -> bool:
+        """Whether it has stepped by optimizer objects of its own."""
+        driver = self.driver
+        return driver is not None and any(driver.plan.bound[n].kind.recipe for n in driver.store.initialised)
+
     def check_taken_back(self) -> None:
         """Raise if the optimizer cannot go on from its portable state by itself.
 
         Raises:
             CanzonaError: the state is that of one optimizer object per matrix.
         """
-        stepped = () if self.driver is None else self.driver.store.initialised
-        objects = (self.driver is not None and self.driver.plan.bound[name].kind.recipe for name in stepped)
-        if any(objects) or any(isinstance(own, dict) and is_portable(own) for own in self.optimizer.state.values()):
+        states = self.optimizer.state.values()
+        if self.has_objects or any(isinstance(own, dict) and is_portable(own) for own in states):
             raise CanzonaError(
                 f"{plain_class(self.optimizer).__name__} ran as one optimizer object per matrix, and what those "
                 "objects keep cannot be merged back into one plain optimizer",

@@ -35,7 +35,8 @@ class Turns:
             if outer and (outer, call) != (STEP, STEP):  # a chain's step has those of its optimizers inside
                 raise CanzonaError(
                     f"{call} was called in the middle of {outer} of the same optimizer, and nothing was changed",
-                    hint="in a signal handler, only set a flag; after step(), look at it and make this call",
+                    hint="let a signal handler set a flag, and make this call after step(); register a hook that makes "
+                    "it with the chain, not with one of its optimizers",
                 )
             if call == STEP:
                 self._trainer = threading.current_thread()

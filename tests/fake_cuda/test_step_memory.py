@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import canzona_compile
-from canzona_compile.ir.options import LARGEST_CAPACITY, SHARE, Options, capacity_within
+from canzona_compile.ir.options import LARGEST_CAPACITY, LEAST_CAPACITY, SHARE, Options, capacity_within
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.report.units import format_bytes
 from canzona_compile.session.plan import proposed_capacity
@@ -190,7 +190,8 @@ def chosen_by(rooms: tuple[int, int]) -> tuple[int, str, int]:
     return (*first, one + other)
 
 
-def test_the_rank_with_the_least_free_memory_decides_on_buffers() -> None:
+def test_the_rank_with_the_least_free_memory_decides_on_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canzona_compile.ir.options.LEAST_CAPACITY", 1)
     most, plan, large = chosen_by((1 << 40, 1 << 40))
     least, other, small = chosen_by((1 << 40, 600_000))
     assert (most, least) == (LARGEST_CAPACITY, 2**14)
@@ -213,7 +214,7 @@ def test_what_is_given_or_known_decides_before_free_memory(monkeypatch: pytest.M
     assert proposed(SimpleNamespace(capacity=None, plan="followed")) == 0
 
 
-def test_a_capacity_is_a_power_of_two_and_never_more_than_what_is_free() -> None:
-    for free in (0, 1, 33, 10**6, 10**9, 80 * 10**9):
-        assert capacity_within(free) in (LARGEST_CAPACITY, 2 ** int(math.log2(max(1, free // SHARE))))
-        assert capacity_within(free) <= max(1, free)
+def test_a_capacity_is_a_power_of_two_within_bounds() -> None:
+    for free in (-(10**9), 0, 10**9, 80 * 10**9):
+        share = 2 ** int(math.log2(max(1, free // SHARE)))
+        assert capacity_within(free) == min(max(share, LEAST_CAPACITY), LARGEST_CAPACITY)

@@ -35,6 +35,7 @@ SCRIPTS: dict[str, Script] = {
     "gathered by modules, on a stream beside": Script(options=FORWARD, side=True),
     "uneven, clipped, accumulated": Script("chain", UNEVEN, clip=1.0, accumulate=2, options=SMALL, rates={3: 0.02}),
     "replicas": Script(world=4, replicas=2, clip=1.0, options=FORWARD),
+    "replicas of one rank": Script(world=2, replicas=2),
     "missing gradients": Script(options=FORWARD, missing={2: {0: ("b",)}, 3: {0: ("b",), 1: ("b",)}}, side=True),
     "gathered by step, on a stream beside": Script(options=SMALL, side=True, accumulate=2),
     "a table that is cut": Script("chain", CUT, clip=1.0, side=True, options={"bucket_bytes": 2**17}),

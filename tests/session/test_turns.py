@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.optim import AdamW, Muon
 from torch.utils.data import DataLoader
 
 from canzona_compile import CanzonaError, Chain, chain
+from canzona_compile.session.step_driver import StepDriver
 from tests.harness.layouts import Case
 from tests.harness.pairs import Pair, Shape, capture_alone, different, parameters
 from tests.harness.ranks import run
@@ -54,18 +56,18 @@ def thread(call: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def signals(call: Callable[[], None]) -> Iterator[None]:
-    """Inside this context, the handler of a signal makes a call, and 10 ms after that again."""
+    """Inside this context, the handler of a signal that comes in the middle of a step makes a call."""
+    step = StepDriver.step
 
-    def handle(*_: Any) -> None:
-        call()
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    def interrupted(driver: StepDriver) -> bool:
+        signal.raise_signal(signal.SIGALRM)
+        return step(driver)
 
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    before = signal.signal(signal.SIGALRM, lambda *_: call())
     try:
-        yield
+        with mock.patch.object(StepDriver, "step", interrupted):
+            yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

@@ -148,8 +148,9 @@ def test_every_step_on_launched_ranks(ranks: int, chosen: list[str], tmp_path: P
         assert own["status"] == "skipped" or "up to rounding" not in own["said"]
 
 
-def test_a_result_is_written_at_once(tmp_path: Path) -> None:
+def test_a_result_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that a step has begun: a machine that dies in it says which one it was. Two files hold everything."""
+    monkeypatch.setattr("canzona_compile.tools.acceptance.journal.SELDOM", 0.0)
     (files_of(tmp_path / "out") / "before").mkdir(parents=True)
     (files_of(tmp_path / "out") / "before" / "acceptance.md").write_text("what an earlier part found")
     journal = AcceptanceJournal(tmp_path / "out", "part", {"torch": "1.2.3"})

@@ -5,6 +5,7 @@ The page is Markdown, so that people can read it as it is, attach it to a report
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tarfile
@@ -19,6 +20,7 @@ from canzona_compile.tools.acceptance.step import StepResult
 SCHEMA = 1
 NAME = "acceptance"
 UNFINISHED = ".unfinished"
+SELDOM = 20.0  # seconds between archives: with traces of the benchmark one takes a while
 FENCE = "`" * 6  # longer than any that a traceback may hold
 LONGEST = 20_000  # letters of one detail: the end says most
 
@@ -45,7 +47,7 @@ class AcceptanceJournal:
         for folder in (self.output, self.folder):
             folder.mkdir(parents=True, exist_ok=True)
         self.results: list[StepResult] = []
-        self._began, self._complete = time.time(), False
+        self._began, self._complete, self._packed = time.time(), False, -SELDOM
         self._write()
 
     @property
@@ -96,7 +98,10 @@ class AcceptanceJournal:
         replace(own, "\n".join(self._page_lines(f"Began {began}, {seconds:.0f} s.")) + "\n")
         pages = sorted(files_of(self.output).glob(f"*/{NAME}.md"), key=lambda path: path.stat().st_mtime, reverse=True)
         replace(self.page, "\n".join(path.read_text(encoding="utf-8") for path in pages))
-        self.pack()
+        if self._complete or time.monotonic() > self._packed + SELDOM:
+            with contextlib.suppress(OSError):  # a process may write or remove a file meanwhile
+                self.pack()
+            self._packed = time.monotonic()
 
     def _page_lines(self, began: str) -> Iterator[str]:
         dry = self.facts.get("device") == "cpu"

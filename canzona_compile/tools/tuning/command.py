@@ -139,7 +139,9 @@ def clock_for(device: torch.device) -> Timer:
     def timer(call: Work) -> Callable[[], float]:
         clock.sample(call, 1)  # compiles
         calls = min(MOST_CALLS, math.ceil(SHORT / max(clock.sample(call, 1), 1e-9)))
-        replay, _ = graphed(lambda: [call() for _ in range(calls)], device)
+        replay, why = graphed(lambda: [call() for _ in range(calls)], device)
+        if why and device.type == "cuda":
+            log.warning("a product cannot be recorded as a CUDA graph; its time includes its launches: %s", why)
         repeats = math.ceil(SHORTEST / max(clock.sample(replay, 1), 1e-9))
         return lambda: clock.sample(replay, repeats) / calls * 1e3
 
