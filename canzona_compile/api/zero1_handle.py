@@ -51,10 +51,11 @@ class Zero1Canzona(Canzona):
 
         The arguments and errors are those of `Canzona.measure`.
         """
-        for session in self.sessions:
-            clock = session.measuring.begin(steps, session.device)
-            session.measuring.at_end = partial(self.zero1.end_measure, clock)  # unless another optimizer goes on
-            self.zero1.measure(clock)
+        with self.sessions[0].turns.take("measure()"):
+            for session in self.sessions:
+                clock = session.measuring.begin(steps, session.device)
+                session.measuring.at_end = partial(self.zero1.end_measure, clock)  # unless another optimizer goes on
+                self.zero1.measure(clock)
 
     def clip_grad_norm_(
         self,

@@ -94,6 +94,11 @@ class OwnedState(defaultdict[Any, Any]):
 
     __delitem__ = pop
 
+    def popitem(self) -> Any:
+        raise CanzonaError(
+            "popitem() would remove the state of another parameter on each rank", hint="call optimizer.state.pop(param)"
+        )
+
     def clear(self) -> None:
         self.removed |= {*self._names.values()} if self._with_user() else set()
         super().clear()
@@ -108,6 +113,9 @@ class OwnedState(defaultdict[Any, Any]):
         return defaultdict(dict, self)
 
     __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
 
 
 def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
@@ -157,18 +165,7 @@ def put_together(
 
 
 def sent(state: State, fragment: Fragment, part: BucketSlice, group: DataParallelGroup, watch: Watch) -> State:
-    """Send the state of a slice from its owner to all ranks. This is a collective.
-
-    Args:
-        state: on the owner.
-        fragment: the parameter.
-        part: the slice.
-        group: the ranks.
-        watch: waits for collectives.
-
-    Returns:
-        A copy of the state as its owner has it.
-    """
+    """Send a copy of the state of a slice from its owner to all ranks. This is a collective."""
 
     def bare(value: Any) -> Any:
         if not isinstance(value, Tensor):

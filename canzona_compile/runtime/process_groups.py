@@ -69,12 +69,8 @@ class Groups:
     def warm_up(self, ranks: Ranks, device: torch.device, watch: Watch) -> None:
         """Run one tiny all-to-all among these ranks, the first time that they are asked for. This is a collective.
 
-        NCCL connects peers lazily. Without this, the first uneven exchange of many ranks may deadlock.
-
-        Args:
-            ranks: the members of the process group.
-            device: the device of the communicator.
-            watch: waits for it. A rank that fails while it makes the program never comes.
+        NCCL connects peers lazily. Without this, the first uneven exchange of many ranks may deadlock. A rank that
+        fails while it makes the program never comes; `watch` hears of that.
         """
         if ranks in self._warm:
             return
@@ -92,10 +88,6 @@ def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     If the default process group is bound to a device, torch makes the communicators of others by splitting its own
     (`ncclCommSplit`), and for that all ranks of the default one would have to call. So it is not bound meanwhile.
     The name is of the ranks alone: other groups, of which each of them may have other ones, do not count.
-
-    Args:
-        ranks: the global ranks of the members.
-        options: further arguments of `dist.new_group`.
     """
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
@@ -112,10 +104,6 @@ def own_name(ranks: Sequence[int], what: str) -> str:
     """A name for something that some ranks make together, the same on each of them, and new each time.
 
     Each of them counts in the store of the default process group, which may have served an earlier one.
-
-    Args:
-        ranks: the global ranks.
-        what: what they make.
     """
     digest = hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()  # a thousand ranks are long
     name = f"canzona_compile/{digest}/{what}"
@@ -136,10 +124,7 @@ def over_gloo(device: torch.device, group: dist.ProcessGroup | None = None) -> b
     """Tell whether collectives of tensors on a device go over gloo, whose works the host waits for.
 
     The device does not tell: ranks that share a GPU use gloo, which takes tensors on CUDA and copies them by itself.
-
-    Args:
-        device: of the tensors.
-        group: the process group; the default one if None, whose backend ours have too.
+    Without a group it is the default one, whose backend ours have too.
     """
     group = group or dist.group.WORLD
     return group is not None and backend_on(group, device) == "gloo"
