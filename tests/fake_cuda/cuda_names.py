@@ -188,7 +188,8 @@ def cuda_replaced() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name, value in (NAMED | lacking).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, counted(name, value)))
+            made = value if name == "MemPool" else counted(name, value)  # Dynamo of 2.15 asks for its instances
+            stack.enter_context(mock.patch.object(torch.cuda, name, made))
         stack.enter_context(mock.patch.object(launch, "loaded", lambda text: LaterKernel(real_loaded(text))))
         stack.enter_context(mock.patch.object(tensor_args, "machine", return_value=None))
         for cached in (streams.stream_named, tensor_args.decide):
