@@ -1,9 +1,9 @@
 """Record what a stretch of a program launches as a CUDA graph.
 
 A recording is begun on a stream of its own, but the work in it is put on a *work stream*, which forks from that stream
-and joins it again. Libraries keep scratch memory per stream, and recorded products hold its address. Up to version 2.14
-torch frees it while recordings need it: for the stream that a recording was begun on when that recording is dropped
-(pytorch#193402), and for all streams when somebody asks, as Inductor does around CUDA graphs of its own. Therefore
+and joins it again. Libraries keep scratch memory per stream, and recorded products hold its address. Some
+versions of torch free it while recordings need it: for the stream that a recording was begun on when that recording is
+dropped (pytorch#193402), and for all streams when somebody asks, as Inductor does around CUDA graphs of its own. So
 recordings begin on a stream that never has any, and work streams, which live as long as the process, get theirs from
 memory that is never given back (`keep_scratch`).
 
