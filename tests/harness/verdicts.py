@@ -2,7 +2,7 @@
 
 Many a trap may be either followed or refused, so its own expectation does not notice a loss. These lines do: whatever
 they no longer say is a failing test, for better or worse. A better verdict is accepted by GOLDEN=accept; a worse one
-only with its reason in CHANGELOG.md.
+only with its reason in the commit.
 """
 
 from __future__ import annotations
