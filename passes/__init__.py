@@ -6,7 +6,6 @@ steps of another:
     pass               requires  -> ensures    what it decides
     planning: once per set of parameters
     canonicalize       captured  -> captured   one spelling per idiom
-    roots              captured  -> captured   inverse roots and QR by matrix products (fast numerics)
     place              captured  -> placed     what runs on fragments, what on the owner, and what travels
     gram               placed    -> placed     iterations on small Gram matrices (fast numerics)
     assign-owners      placed    -> owned      which rank computes each matrix, or that every rank does
@@ -60,7 +59,6 @@ from canzona_compile.passes.owner_replica import OwnerReplica
 from canzona_compile.passes.padding import Padding
 from canzona_compile.passes.place import Place
 from canzona_compile.passes.reopen import Reopen
-from canzona_compile.passes.roots import Roots
 from canzona_compile.passes.schedule import Schedule
 from canzona_compile.passes.symmetry import Symmetry
 
@@ -81,7 +79,6 @@ __all__ = [
     "Padding",
     "Place",
     "Reopen",
-    "Roots",
     "Schedule",
     "Symmetry",
     "emission_passes",
@@ -108,7 +105,6 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
         assign = InheritOwners(owned_as)
     return [
         Canonicalize(),
-        *([] if exact else [Roots()]),
         Place(exact=exact),
         *([] if exact else [GramIterations()]),
         assign,

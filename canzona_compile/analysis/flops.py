@@ -20,7 +20,6 @@ from canzona_compile.ir.fx_utils import is_operator, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.product_at import operator_of
 from canzona_compile.ir.step import Template, Wire
-from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
@@ -170,8 +169,6 @@ DECOMPOSITIONS = {
     "cholesky_ex": sympy.Rational(1, 3),
     "cholesky": sympy.Rational(1, 3),
 }
-# Operators of ours that do the same by matrix products, and about how many kernels they launch.
-BY_PRODUCTS = {"inverse_root": 120, "cholesky_qr": 130}
 
 
 def decomposition(node: fx.Node) -> str:
@@ -182,20 +179,13 @@ def decomposition(node: fx.Node) -> str:
     if not is_operator(node.target):
         return ""
     name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
-    return name if name in DECOMPOSITIONS or name in BY_PRODUCTS else ""
+    return name if name in DECOMPOSITIONS else ""
 
 
 def decomposition_flops(node: fx.Node, operand: Sequence[Any]) -> Any:
     """FLOPs of a decomposition of an operand with these dims, numbers or formulas."""
-    name, stack, (m, n) = decomposition(node), sympy.Mul(*operand[:-2]), operand[-2:]
-    match name:
-        case "inverse_root":
-            p, floor = node.args[1], node.args[3] if len(node.args) > 3 else node.kwargs.get("floor")
-            assert isinstance(p, int)
-            return stack * inverse_root.products(p, floor is not None) * 2 * n**3
-        case "cholesky_qr":
-            return stack * cholesky_qr.flops(m, n)
-    return stack * DECOMPOSITIONS[name] * m * n * n
+    m, n = operand[-2:]
+    return sympy.Mul(*operand[:-2]) * DECOMPOSITIONS[decomposition(node)] * m * n * n
 
 
 def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:

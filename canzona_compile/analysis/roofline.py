@@ -22,7 +22,6 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import (
-    BY_PRODUCTS,
     addend,
     bytes_of_wires,
     decomposition,
@@ -201,13 +200,11 @@ def works(graph: fx.Graph, hardware: Hardware) -> Iterator[NodeWork]:
 
 
 def decomposition_work(node: fx.Node, hardware: Hardware) -> NodeWork:
-    """The work of a decomposition. Our own operators have the rate of products unless their own was measured."""
+    """The work of a decomposition."""
     name, operand = decomposition(node), tensor_value(node.all_input_nodes[0])
     assert operand is not None
     flops, size = float(decomposition_flops(node, operand.shape)), operand.shape[-1]
     moved = size_of(operand) + sum(map(size_of, results(node)))
-    if name in BY_PRODUCTS and name not in dict(hardware.factorizations):
-        return NodeWork(flops / hardware.product_rate("float32", size), moved, BY_PRODUCTS[name])
     return NodeWork(flops / hardware.factorization_rate(name, size), moved, 1)
 
 

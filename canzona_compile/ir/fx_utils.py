@@ -229,16 +229,6 @@ def insert_call(
     return node
 
 
-def record_again(node: fx.Node) -> None:
-    """Record the value of a call whose operands have been replaced.
-
-    Raises:
-        InvalidStep: the operator does not take its new operands.
-    """
-    assert callable(node.target)
-    node.meta["val"] = fake_result(node.graph, node.target, node.args, node.kwargs)
-
-
 def fake_result(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call returns, without computing it: fake tensors, numbers or tuples of these.
 

@@ -191,7 +191,7 @@ def reduced(node: fx.Node) -> dict[str, Any]:
 
 
 # Names, without `_` and `linalg_`, of operators that take [..., m, n] and therefore take stacks.
-STACKED_AS_THEY_ARE = frozenset({"eigh", "qr", "cholesky_ex", "solve_triangular", "inverse_root", "cholesky_qr"})
+STACKED_AS_THEY_ARE = frozenset({"eigh", "qr", "cholesky_ex", "solve_triangular"})
 
 
 def product(node: fx.Node) -> bool:

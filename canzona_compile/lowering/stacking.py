@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.analysis.flops import BY_PRODUCTS, addend, factors, flips, turned
+from canzona_compile.analysis.flops import addend, factors, flips, turned
 from canzona_compile.ir.bit_exactness import batches_equal, position_free
 from canzona_compile.ir.fx_utils import pointwise, tensor_value
 from canzona_compile.ir.step import Placed
@@ -71,8 +71,6 @@ def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
     operand = tensor_value(node.all_input_nodes[0])
     if machine.device == "cpu" or operand is None:
         return False
-    if name in BY_PRODUCTS:
-        return True
     rates = dict(hardware_of(machine).factorizations)
     if name in rates and f"{name}_batched" in rates:
         size = operand.shape[-1]

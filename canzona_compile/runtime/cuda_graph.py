@@ -58,7 +58,7 @@ class Recorder(Protocol):
 # ATen operators that make the host wait for a value from the device. Families are given by the start of the name, and
 # LAUNCHING has the exceptions, which launch kernels only.
 WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr")
-WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd", "cholesky")  # and our cholesky_qr
+WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd", "cholesky")
 LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
 
 

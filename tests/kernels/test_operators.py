@@ -12,7 +12,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
-from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
 from tests.kernels.kernel_cases import random
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -25,8 +24,6 @@ def calls() -> dict[str, Call]:
         "sym_gemm": (SYM_GEMM, (x, None, even), {"alpha": 0.5, "beta": -2.0}),
         "gemm_axpby": (GEMM_AXPBY, (square, x), {"beta": 0.5}),
         "pad_cast": (PAD_CAST, (x,), {"dtype": torch.float16}),
-        "inverse_root": (INVERSE_ROOT, (even, 4, 1e-6), {}),
-        "cholesky_qr": (CHOLESKY_QR, (random(2, 5, 3, dtype=torch.float32),), {}),
     }
 
 

@@ -11,10 +11,6 @@ from torch import Tensor
 
 from canzona_compile.analysis.flops import DECOMPOSITIONS
 from canzona_compile.ir import program_ops
-from canzona_compile.kernels.cholesky_qr import cholesky_qr
-from canzona_compile.kernels.cholesky_qr import flops as flops_of_qr
-from canzona_compile.kernels.inverse_root import inverse_root
-from canzona_compile.kernels.inverse_root import products as products_of_root
 from canzona_compile.tools.calibration.clock import Clock, Work
 
 aten = torch.ops.aten
@@ -147,20 +143,19 @@ def factorization(clock: Clock, operator: str, sizes: Sequence[int]) -> Points:
 
     Args:
         clock: of the device.
-        operator: "eigh" and "qr" take one matrix at a time. "eigh_batched" and "qr_batched", and what replaces them,
-            "inverse_root" (of order 4 with a floor) and "cholesky_qr", take a stack in one call.
+        operator: "eigh" and "qr" take one matrix at a time, "eigh_batched" and "qr_batched" a stack in one call.
         sizes: ascending; the measurement stops after a size that takes too long.
 
     Returns:
         FLOP/s by size, with FLOPs as the cost model counts them.
     """
-    run, flops = FACTORIZATIONS[operator.removesuffix("_batched")]
-    count = 1 if operator in ALONE else FACTORED
+    name = operator.removesuffix("_batched")
+    run, count = getattr(torch.linalg, name), 1 if operator in ALONE else FACTORED
 
     def timed(size: int) -> tuple[float, float]:
         matrix = torch.randn(count, size, size, device=clock.device).squeeze(0)
         matrix = matrix + matrix.mT
-        return count * flops(size), clock.seconds(lambda: run(matrix))
+        return count * float(DECOMPOSITIONS[name]) * size**3, clock.seconds(lambda: run(matrix))
 
     return curve(sizes, timed, LONGEST * count)
 
@@ -183,16 +178,7 @@ def curve(sizes: Sequence[int], timed: Callable[[int], tuple[float, float]], lon
 
 
 ALONE = ("eigh", "qr")
-STACKED = ("eigh_batched", "qr_batched", "inverse_root", "cholesky_qr")
-FACTORIZATIONS: Mapping[str, tuple[Callable[[Tensor], object], Callable[[int], float]]] = {
-    "eigh": (torch.linalg.eigh, lambda n: float(DECOMPOSITIONS["eigh"]) * n**3),
-    "qr": (torch.linalg.qr, lambda n: float(DECOMPOSITIONS["qr"]) * n**3),
-    "inverse_root": (
-        lambda matrix: inverse_root(matrix, 4, 0.0, 1e-3),
-        lambda n: 2.0 * products_of_root(4, True) * n**3,
-    ),
-    "cholesky_qr": (cholesky_qr, lambda n: float(flops_of_qr(n, n))),
-}
+STACKED = ("eigh_batched", "qr_batched")
 
 
 def bandwidth(clock: Clock, cold: int) -> float:
