@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,10 @@ from canzona_compile.api.choice.choose import hidden_matrices
 from canzona_compile.api.wrap import wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.options import StepOptions, WrapOptions
 
-OPTIONS, OPTIONS_OF_ZERO1 = (inspect.signature(call).parameters for call in (wrap, under_zero1))
+OPTIONS = WrapOptions.__optional_keys__ | {"model"}
+OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
 
 
 def muon_adamw(

@@ -9,14 +9,11 @@ class of the optimizer, as `fully_shard` swaps the class of modules, and all of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from canzona_compile.api.chained import CanzonaChain, MemberCanzona, attach_chain, detach_chain, handle_of
@@ -27,11 +24,8 @@ from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrappe
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
-from canzona_compile.ir.options import MissingGrads, Numerics, Options, StrategyOption
-from canzona_compile.ir.plan_file import PlanFile, read_plan
-from canzona_compile.ir.split import Split, check_patterns, fitting, splits_of
-from canzona_compile.machine.hardware import Hardware, named_hardware
+from canzona_compile.ir.options import Options, WrapOptions, made_options
+from canzona_compile.ir.split import check_patterns, fitting
 from canzona_compile.replica.homes import advice
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.session.params import named_params
@@ -42,27 +36,7 @@ from canzona_compile.views.given_layout import check_layout_patterns
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
-def wrap(
-    optimizer: Opt,
-    *,
-    replicate: DeviceMesh | ProcessGroup | None = None,
-    strategy: StrategyOption = "auto",
-    numerics: Numerics = "exact",
-    capacity: int | None = None,
-    micro_groups: int | None = None,
-    depth: int = 2,
-    missing_grads: MissingGrads = "skip",
-    stagger: bool = False,
-    split: Mapping[str, Split | Mapping[str, int]] | None = None,
-    layout: LayoutOption = None,
-    model: nn.Module | None = None,
-    planner: str = "joint",
-    alpha: float = 1.0,
-    hardware: str | Path | Hardware | None = None,
-    plan: str | Path | PlanFile | None = None,
-    cuda_graphs: bool = True,
-    audit: int | None = None,
-) -> Opt:
+def wrap(optimizer: Opt, *, model: nn.Module | None = None, **options: Unpack[WrapOptions]) -> Opt:
     """Distribute the steps of an optimizer: each matrix is updated whole, once, by one owner rank.
 
     Args:
@@ -70,46 +44,9 @@ def wrap(
             another, or a chain of such optimizers. Parameters may be plain tensors or DTensors. If this is an object
             that only steps the optimizers inside it (torchtitan's container, Accelerate's and Lightning's proxies),
             these are wrapped.
-        replicate: the one-dimensional mesh, or the process group, over which parameters are equal copies, as under
-            DDP: plain parameters, or DTensors of another mesh (tensor parallel). These ranks then share the work.
-            Without `replicate` every rank computes such parameters alone.
-        strategy: "owner" (one rank computes each matrix), "replicated" (every rank computes every matrix) or "auto"
-            (chosen per matrix).
-        numerics: "exact" gives the bits of the plain optimizer on one CPU for the same gradients; on CUDA it keeps
-            the algorithm and the precisions, and computes one half of symmetric products. "fast" also allows rewrites
-            that change rounding.
-        capacity: the most bytes that one micro-group gathers to one rank; a larger matrix is a micro-group of its own.
-            None takes 512 MiB; on CUDA ranks that share matrices choose it before their first plan, by the memory
-            that is free on the rank with least, and keep it.
-        micro_groups: how many micro-groups to aim at; None chooses by predicted time.
-        depth: how many micro-groups are in flight at once; with 1 nothing overlaps.
-        missing_grads: "skip" skips parameters whose `grad` is None, as the plain optimizer does; it is an error
-            if a gradient is missing on some ranks only. "zero" treats a missing gradient as zeros.
-        stagger: whether to spread the work that is done every k steps (eigendecompositions) over steps, so that no
-            step does it for all matrices. Each matrix then reads its counters as if it were up to k - 1 steps ahead.
-        split: the parameters that hold several matrices, by pattern of their names ("*.qkv.weight"): the rows of
-            each part by its name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split`, which also says how the parts lie.
-            The optimizer sees each part as a parameter of its own. Checkpoints hold state that is not shaped like the
-            parameter per part, so that only the same split can load it.
-        layout: how plain tensors are sharded if each rank holds a fragment (Megatron, DeepSpeed AutoTP, tensor
-            parallelism by hand). Pass a dict from patterns of names to a `DeviceMesh` and one placement per mesh dim,
-            {"*.fc1.weight": (mesh, [Shard(0)])}, with None for parameters that every rank holds whole, or a function of
-            name and parameter that returns this. The first pattern that matches counts. A mesh alone is the
-            tensor-parallel mesh of the parameters that have Megatron's attributes `tensor_model_parallel`,
-            `partition_dim` and `partition_stride`. Fragments may differ in size; ranks tell each other at the first
-            step.
         model: gives the parameters their names, for `split`, `layout` and reports, if a parameter group has no
             `param_names`.
-        planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
-        alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
-        hardware: the rates that decisions use: a name, or a file that `canzona-compile calibrate` wrote. By default
-            the rates that are assumed for the kind of device.
-        plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
-            `optimizer.canzona.plan()`. The run takes its owners and micro-groups, and plans nothing else.
-        cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them. Otherwise every step runs call by
-            call; that takes more host time, and no memory for recordings.
-        audit: if given, every so many steps all ranks compute one matrix of each kind once more, whole, by the class's
-            own step, and raise if a bit differs. It costs a gather of these matrices and their update on every rank.
+        options: what `canzona_compile.Options` describes.
 
     Returns:
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
@@ -118,38 +55,21 @@ def wrap(
         CanzonaError: `optimizer` is not an optimizer, evaluates its closure several times per step, or is wrapped with
             other options; `model` lacks some of its parameters; `split` or `layout` is impossible; a file is not a
             plan. The first `step` checks what depends on parameters and gradients.
+        TypeError: there is no such option.
     """
     held = inside(optimizer)
     members, chain = members_of(held), chain_of(held)
     if not isinstance(members[0], Optimizer):
         raise no_optimizer(optimizer)
     names = () if model is None or len(members) > 1 else names_in(model, members[0])
-    if planner == "exact":
+    if options.get("planner") == "exact":
         raise CanzonaError(
             "the planner 'exact' stops at a time limit, so ranks would make different plans",
             at="wrap(..., planner=)",
             hint="write a plan once with `canzona-compile plan --exact --format json -o plan.json`, then pass "
             "plan='plan.json'",
         )
-    options = made_options(
-        split,
-        layout,
-        hardware,
-        plan,
-        replicate=replicate,
-        strategy=strategy,
-        numerics=numerics,
-        capacity=capacity,
-        micro_groups=micro_groups,
-        depth=depth,
-        missing_grads=missing_grads,
-        stagger=stagger,
-        names=names,
-        planner=planner,
-        alpha=alpha,
-        cuda_graphs=cuda_graphs,
-        audit=audit,
-    )
+    wanted = made_options("wrap", WrapOptions.__optional_keys__, options, names=names)
     if type(chain) not in (type(None), Chain, CanzonaChain):
         raise CanzonaError(
             f"{type(chain).__name__} is a subclass of Chain, and a wrapped chain would not call its step",
@@ -158,12 +78,12 @@ def wrap(
             "scheduler",
         )
     several = chain is not None or len(members) > 1
-    each = options_of(members, options, model) if several else [options]
-    for own, wanted in zip(members, each, strict=True):
-        if not (is_wrapped(own) and check_same(own, wanted)):
+    each = options_of(members, wanted, model) if several else [wanted]
+    for own, its in zip(members, each, strict=True):
+        if not (is_wrapped(own) and check_same(own, its)):
             check_wrappable(own)
-    for own, wanted in zip(members, each, strict=True):
-        wrap_one(own, wanted, Canzona if chain is None else MemberCanzona)
+    for own, its in zip(members, each, strict=True):
+        wrap_one(own, its, Canzona if chain is None else MemberCanzona)
     show(optimizer, members, chain)
     return optimizer
 
@@ -226,31 +146,6 @@ def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> Non
     session = Session(optimizer, options)
     session.keep_launch_order()
     attach(optimizer, kind(session))
-
-
-def made_options(
-    split: Mapping[str, Split | Mapping[str, int]] | None,
-    layout: LayoutOption,
-    hardware: str | Path | Hardware | None,
-    plan: str | Path | PlanFile | None,
-    replicas: int | None = None,
-    **others: Any,
-) -> Options:
-    """Make the options of a call of `wrap` or `zero1`, and read the files that they name.
-
-    Args:
-        split, layout, hardware, plan: as users give them.
-        replicas: the data-parallel ranks of `zero1`, for which the plan has to be made; None under `wrap`.
-        others: the other options.
-
-    Raises:
-        CanzonaError: an option has an impossible value, or a file holds something else.
-    """
-    rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
-    followed = None if plan is None else read_plan(plan)
-    if followed is not None:
-        followed.check_replicas(replicas)
-    return Options(split=splits_of(split), layout=GivenLayout.of(layout), hardware=rates, plan=followed, **others)
 
 
 def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module | None) -> list[Options]:

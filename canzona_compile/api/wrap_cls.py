@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
+from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.api.wrap import wrap
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.options import NOT_YET_OPTIONS, Options
+from canzona_compile.ir.options import WrapOptions, made_options
 from canzona_compile.replica.twin import check_step_signature
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
-def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
+def wrap_cls(
+    optimizer_class: type[Opt], *, model: nn.Module | None = None, **options: Unpack[WrapOptions]
+) -> type[Opt]:
     """Wrap an optimizer class, for frameworks that construct the optimizer themselves.
 
     Calling the new class returns `wrap(optimizer_class(...), **options)`.
 
     Args:
         optimizer_class: any class of optimizers that `wrap` takes.
-        options: the keyword arguments of `wrap`.
+        model: as in `wrap`.
+        options: as in `wrap`.
 
     Returns:
         A subclass of `optimizer_class`, because frameworks ask for a subclass and treat other callables differently.
@@ -42,12 +46,11 @@ def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
     if hasattr(optimizer_class, "_canzona_plain_class"):
         raise CanzonaError(f"{optimizer_class.__name__} is already wrapped", hint="pass the plain optimizer class")
     check_step_signature(optimizer_class)
-    inspect.signature(wrap).bind(None, **options)
-    Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})
+    made_options("wrap", WrapOptions.__optional_keys__, options)
 
     def build(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         """Its result is not an instance of `cls`, so Python calls no `__init__` on it a second time."""
-        return wrap(optimizer_class(*args, **kwargs), **options)
+        return wrap(optimizer_class(*args, **kwargs), model=model, **options)
 
     def refuse(cls: type[Any], **kwargs: Any) -> None:
         raise CanzonaError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.api.holders import chain_of, inside, members_of
-from canzona_compile.api.wrap import made_options, options_of, show
+from canzona_compile.api.wrap import options_of, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
@@ -30,12 +29,9 @@ from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, CanzonaWarning
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
+from canzona_compile.ir.given_layout import GivenLayout
 from canzona_compile.ir.layout import local_part
-from canzona_compile.ir.options import CAPACITY, MissingGrads, Numerics
-from canzona_compile.ir.plan_file import PlanFile
-from canzona_compile.ir.split import Split
-from canzona_compile.machine.hardware import Hardware
+from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.views.given_layout import check_marked, shardings_of
@@ -48,23 +44,10 @@ def zero1(
     optimizer: Optimizers,
     *,
     mesh: DeviceMesh | ProcessGroup,
-    planner: str = "joint",
-    alpha: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
     reduce_dtype: torch.dtype | None = None,
     gather: GatherAt = "step",
-    numerics: Numerics = "exact",
-    capacity: int = CAPACITY,
-    micro_groups: int | None = None,
-    depth: int = 2,
-    missing_grads: MissingGrads = "skip",
-    split: Mapping[str, Split | Mapping[str, int]] | None = None,
-    layout: LayoutOption = None,
-    hardware: str | Path | Hardware | None = None,
-    plan: str | Path | PlanFile | None = None,
-    stagger: bool = False,
-    audit: int | None = None,
-    cuda_graphs: bool = True,
+    **options: Unpack[StepOptions],
 ) -> Optimizers:
     """Replace DDP with ZeRO-1: each gradient is reduced to the rank that owns and updates its matrix.
 
@@ -80,61 +63,31 @@ def zero1(
         optimizer: an optimizer that `wrap` takes, a chain, or a list of optimizers that share no parameter.
         mesh: the data-parallel ranks: a mesh of one dim, a process group, or a mesh of two dims whose first one
             replicates: gradients are then reduced along the second dim and summed over the first.
-        planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
-        alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
         bucket_bytes: a bucket closes when it has at least so many bytes of gradients. A matrix lies in one bucket.
         reduce_dtype: the dtype in which gradients travel; None is that of the gradients.
         gather: "step" if parameters are whole when `step` returns; "forward" if each module waits for its own
             parameters just before it runs. Then all else that reads parameters must come after
             `optimizer.canzona.synchronize()`.
-        numerics: as in `wrap`.
-        capacity: as in `wrap`, but 512 MiB by default on CUDA, too: the plan is made before the first step.
-        micro_groups: as in `wrap`.
-        depth: as in `wrap`.
-        hardware: as in `wrap`.
-        stagger: as in `wrap`.
-        cuda_graphs: as in `wrap`.
-        split: as in `wrap`: the parameters that hold several matrices, each of which has an owner of its own.
-            Patterns are those of the model's names.
-        layout: as in `wrap`: how plain parameters are sharded over ranks of other mesh dims than `mesh`. Patterns are
-            those of the model's names.
-        plan: a plan, or its file, made with `updates="zero1"` or by `optimizer.canzona.plan()` under zero1. The run
-            takes its owners and micro-groups.
-        audit: as in `wrap`, for the matrices that each rank owns.
-        missing_grads: "skip" leaves a parameter out if no rank has a gradient of it; "zero" takes zeros for it. If only
-            some ranks have a gradient, the others count as zeros, as in DDP.
+        options: what `canzona_compile.Options` describes, but `replicate` and `strategy`: each matrix has one owner.
+            Patterns are those of the model's names. A plan has to be made with `updates="zero1"`, or by
+            `optimizer.canzona.plan()` under zero1.
 
     Returns:
         The same object or objects. Each class is now a subclass of the old one, and each has `.canzona`.
 
     Raises:
         CanzonaError: the model, an optimizer, the mesh or an option does not fit, or ranks differ in their parameters.
+        TypeError: there is no such option.
     """
     listed = isinstance(optimizer, list | tuple)
     held: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else inside(optimizer)
     optimizers: list[Optimizer] = list(held if listed else members_of(held))
     check(model, optimizers, bucket_bytes, reduce_dtype, gather)
     group, ranks = group_of(mesh)
-    options = made_options(
-        split,
-        layout,
-        hardware,
-        plan,
-        group.size,
-        strategy="owner",
-        numerics=numerics,
-        capacity=capacity,
-        micro_groups=micro_groups,
-        depth=depth,
-        missing_grads=missing_grads,
-        planner=planner,
-        alpha=alpha,
-        stagger=stagger,
-        audit=audit,
-        cuda_graphs=cuda_graphs,
-    )
-    each = options_of(optimizers, options, model)
-    params, meshes = trained_params(model, optimizers, options.layout, ranks)
+    given = {"capacity": CAPACITY, **options}
+    wanted = made_options("zero1", StepOptions.__optional_keys__, given, group.size, strategy="owner")
+    each = options_of(optimizers, wanted, model)
+    params, meshes = trained_params(model, optimizers, wanted.layout, ranks)
     notice_one_rank(group, meshes)
     device = next(iter(params.values())).device
     keep_launch_order([own for own in (group.shard, group.replicate) if own is not None], device)
@@ -149,10 +102,10 @@ def zero1(
     joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(joint, params, group.rank)
     sessions = [
-        OwnerSession(capture, wanted, filling, group, joint, bound, agreement)
-        for capture, wanted, bound in zip(captures, each, joint.bound, strict=True)
+        OwnerSession(capture, its, filling, group, joint, bound, agreement)
+        for capture, its, bound in zip(captures, each, joint.bound, strict=True)
     ]
-    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, missing_grads == "zero", announcer)
+    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, wanted.missing_grads == "zero", announcer)
     for session in sessions:
         attach(session.optimizer, Zero1Canzona(session, engine, joint))
     if not listed:

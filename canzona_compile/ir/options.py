@@ -1,62 +1,111 @@
-"""The options of `wrap`."""
+"""The options of `wrap`, `zero1` and `plan`: which of them each takes, what they mean, and what they may be."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.given_layout import GivenLayout
-from canzona_compile.ir.plan_file import PlanFile
-from canzona_compile.ir.split import Split
-from canzona_compile.machine.hardware import Hardware
+from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
+from canzona_compile.ir.plan_file import PlanFile, read_plan
+from canzona_compile.ir.split import Split, splits_of
+from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.ownership import planner_named
 
 StrategyOption = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
-# Arguments of `wrap` that it converts before it makes `Options` of them: it reads files and computes names.
-NOT_YET_OPTIONS = ("split", "layout", "model", "hardware", "plan")
 CAPACITY = 512 * 2**20  # bytes, where nobody knows how much memory is free
 LARGEST_CAPACITY = 2**30  # bytes; beyond this, larger micro-groups are hardly faster
 LEAST_CAPACITY = 2**24  # bytes; below this, there would be a micro-group for each matrix
 SHARE = 32  # of free memory; a step's buffers are up to eight times the capacity, with two micro-groups in flight
 
 
+class PlanningOptions(TypedDict, total=False):
+    """What `plan`, `zero1` and `wrap` take; `Options` describes each."""
+
+    numerics: Numerics
+    capacity: int | None
+    micro_groups: int | None
+    depth: int
+    planner: str
+    alpha: float
+
+
+class StepOptions(PlanningOptions, total=False):
+    """What `zero1` and `wrap` take."""
+
+    missing_grads: MissingGrads
+    stagger: bool
+    split: Mapping[str, Split | Mapping[str, int]] | None
+    layout: LayoutOption
+    hardware: str | Path | Hardware | None
+    plan: str | Path | PlanFile | None
+    cuda_graphs: bool
+    audit: int | None
+
+
+class WrapOptions(StepOptions, total=False):
+    """What `wrap` takes."""
+
+    replicate: DeviceMesh | ProcessGroup | None
+    strategy: StrategyOption
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The validated keyword arguments of `wrap`.
+    """The options of `wrap`, most of which `zero1` and `plan` take, too. Fields hold what was made of arguments.
 
     Attributes:
-        replicate: the ranks that hold equal copies of parameters, as under DDP. The parameters are plain tensors, or
-            DTensors of a tensor-parallel mesh. None means that each rank computes such parameters alone.
-        strategy: "owner" computes each matrix on one rank, "replicated" computes it on every rank, and "auto" picks
-            the strategy with the shorter predicted time for each set of ranks.
-        numerics: "exact" keeps every bit of the plain optimizer on one device; on CUDA it may change the order of
-            sums in symmetric products. "fast" also allows rewrites that change rounding: batched matrix products
-            wherever they exist, and iterations on Gram matrices, in float16 if the matrices have 16 bits.
-        capacity: the most bytes that one micro-group may gather to its busiest owner rank; None chooses it by the
-            memory that is free before the first plan on CUDA, and takes `CAPACITY` elsewhere.
-        micro_groups: how many micro-groups to aim at per set of ranks; None picks the number by predicted time.
-        depth: how many micro-groups are in flight at once. With 1, gather, compute and scatter never overlap.
-        missing_grads: with "skip", a parameter whose `grad` is None on all ranks is left alone, and it is an error
-            if `grad` is None on some ranks only. With "zero", a missing gradient counts as zeros on every rank.
-        stagger: whether to shift periodic work (refreshes) per matrix, so that no step does it for all matrices.
-        split: patterns of parameter names, each with the logical matrices of the parameters that it matches.
-        layout: what the user says of plain tensors that are fragments; None if nothing.
-        names: the names of the parameters in each parameter group, for parameter groups without `param_names`.
-        prefix: begins the names of parameters that nobody named; `wrap` sets it for the optimizers of a chain.
-        planner: the rule that chooses owner ranks, one of `ownership.NAMES`.
-        alpha: the parameter of the rule "alpha", from 0 (even communication) to 1 (even load).
-        hardware: the rates that predictions use; None takes those that are assumed for the kind of device.
-        plan: owner ranks and micro-groups that are taken instead of planning them.
-        cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them if that is possible.
-        audit: the number of steps after which one matrix of each kind is compared with the plain optimizer's; None for
-            no audit.
-        agreed: by the global ranks of a grid, the capacity that they chose; empty until they have.
+        replicate: the one-dimensional mesh, or the process group, over which parameters are equal copies, as under
+            DDP: plain parameters, or DTensors of another mesh (tensor parallel). These ranks then share the work.
+            Without `replicate` every rank computes such parameters alone.
+        strategy: "owner" (one rank computes each matrix), "replicated" (every rank computes every matrix) or "auto"
+            (the one with the shorter predicted time, for each set of ranks).
+        numerics: "exact" gives the bits of the plain optimizer on one CPU for the same gradients; on CUDA it keeps
+            the algorithm and the precisions, and computes one half of symmetric products. "fast" also allows rewrites
+            that change rounding: batched matrix products wherever they exist, and iterations on Gram matrices, in
+            float16 if the matrices have 16 bits.
+        capacity: the most bytes that one micro-group gathers to one rank; a larger matrix is a micro-group of its own.
+            None takes 512 MiB; under `wrap` on CUDA ranks that share matrices choose it before their first plan, by the
+            memory that is free on the rank with least, and keep it.
+        micro_groups: how many micro-groups to aim at per set of ranks; None chooses by predicted time.
+        depth: how many micro-groups are in flight at once; with 1 nothing overlaps.
+        missing_grads: "skip" skips parameters whose `grad` is None on all ranks, as the plain optimizer does; if some
+            ranks have a gradient, `wrap` raises an error, and under `zero1` the others count as zeros, as in DDP.
+            "zero" treats a missing gradient as zeros.
+        stagger: whether to spread the work that is done every k steps (eigendecompositions) over steps, so that no
+            step does it for all matrices. Each matrix then reads its counters as if it were up to k - 1 steps ahead.
+        split: the parameters that hold several matrices, by pattern of their names ("*.qkv.weight"): the rows of
+            each part by its name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split`, which also says how the parts lie.
+            The optimizer sees each part as a parameter of its own. Checkpoints hold state that is not shaped like the
+            parameter per part, so that only the same split can load it.
+        layout: how plain tensors are sharded if each rank holds a fragment (Megatron, DeepSpeed AutoTP, tensor
+            parallelism by hand); under `zero1`, over ranks of other mesh dims than the data-parallel one. Pass a dict
+            from patterns of names to a `DeviceMesh` and one placement per mesh dim,
+            {"*.fc1.weight": (mesh, [Shard(0)])}, with None for parameters that every rank holds whole, or a function of
+            name and parameter that returns this. The first pattern that matches counts. A mesh alone is the
+            tensor-parallel mesh of the parameters that have Megatron's attributes `tensor_model_parallel`,
+            `partition_dim` and `partition_stride`. Fragments may differ in size; ranks tell each other at the first
+            step.
+        names: no argument: for each parameter group, the names that `model` gives to its parameters.
+        prefix: no argument: begins the names of parameters that nobody named, if there are several optimizers.
+        planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
+        alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
+        hardware: the rates that decisions use: a name, or a file that `canzona-compile calibrate` wrote. By default
+            the rates that are assumed for the kind of device.
+        plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
+            `optimizer.canzona.plan()`. The run takes its owners and micro-groups, and plans nothing else.
+        cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them. Otherwise every step runs call by
+            call; that takes more host time, and no memory for recordings.
+        audit: if given, every so many steps all ranks compute one matrix of each kind once more, whole, by the class's
+            own step, and raise if a bit differs. It costs a gather of these matrices and their update on every rank.
+        agreed: no argument: by the global ranks of a grid, the capacity that they chose; empty until they have.
 
     Raises:
         CanzonaError: an option has an impossible value.
@@ -141,3 +190,34 @@ class Options:
 def capacity_within(free: int) -> int:
     """The capacity for so many bytes of free memory: a power of two, so that runs with nearly as much choose alike."""
     return max(LEAST_CAPACITY, min(LARGEST_CAPACITY, 1 << max(1, free // SHARE).bit_length() - 1))
+
+
+def made_options(
+    call: str, known: frozenset[str], given: Mapping[str, Any], replicas: int | None = None, **fixed: Any
+) -> Options:
+    """Make the options of a call, and read the files that they name.
+
+    Args:
+        call: "wrap" or another one, for messages.
+        known: the names that it takes.
+        given: the keyword arguments of the user.
+        replicas: the data-parallel ranks of `zero1`, for which the plan has to be made; None under `wrap`.
+        fixed: options that the call itself decides.
+
+    Raises:
+        TypeError: the call takes no such option.
+        CanzonaError: an option has an impossible value, or a file holds something else.
+    """
+    if wrong := next((name for name in given if name not in known), None):
+        raise TypeError(
+            f"{call}() got an unexpected keyword argument {wrong!r}; of canzona_compile.Options it takes "
+            + ", ".join(sorted(known))
+        )
+    made = {**given, **fixed}
+    made["split"], made["layout"] = splits_of(made.get("split")), GivenLayout.of(made.get("layout"))
+    if isinstance(rates := made.get("hardware"), str | Path):
+        made["hardware"] = named_hardware(str(rates))
+    if made.get("plan") is not None:
+        made["plan"] = read_plan(made["plan"])
+        made["plan"].check_replicas(replicas)
+    return Options(**made)

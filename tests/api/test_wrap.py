@@ -437,3 +437,14 @@ def test_a_process_group_is_lost_in_a_pickle_and_says_so() -> None:
             feed(optimizer, 1)
             optimizer.step()
         assert different(wrapped, loaded) == different(wrapped, copied) == []
+
+
+def test_the_names_of_options() -> None:
+    for call in (
+        lambda **given: canzona_compile.wrap(muon(parameters()), **given),
+        lambda **given: canzona_compile.plan({"a": (4, 4)}, mesh="fsdp=2", **given),
+        lambda **given: canzona_compile.muon_adamw(torch.nn.Linear(4, 4), **given),
+    ):
+        for name in ("dept", "names"):  # the second is a field, but no option
+            with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'"):
+                call(**{name: 1})

@@ -96,9 +96,9 @@ def test_errors_come_before_a_framework_builds_the_optimizer() -> None:
         wrap_cls(LBFGS)
     with pytest.raises(CanzonaError, match="strategy='fastest'"):
         wrap_cls(Muon, strategy="fastest")
-    for name in ("speed", "names"):
+    for name in ("speed", "names"):  # no options of users
         with pytest.raises(TypeError, match=name):
-            wrap_cls(Muon, **{name: 1})
+            wrap_cls(Muon, **{name: 1})  # type: ignore[arg-type]
 
 
 def test_a_subclass_of_it_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from canzona_compile.compat.garbage import not_collecting
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
-from canzona_compile.ir.options import CAPACITY, Numerics, Options, StrategyOption
+from canzona_compile.ir.options import CAPACITY, Options, PlanningOptions, StrategyOption, made_options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
@@ -49,12 +49,6 @@ def plan(
     hardware: str | Path | Hardware = "h100",
     split: str = "qkv,gate-up",
     strategy: StrategyOption = "auto",
-    planner: str = "joint",
-    alpha: float = 1.0,
-    capacity: int | None = None,
-    micro_groups: int | None = None,
-    depth: int = 2,
-    numerics: Numerics = "exact",
     updates: Updates = "ddp",
     bucket_bytes: int = BUCKET_BYTES,
     tokens: int = TOKENS,
@@ -62,6 +56,7 @@ def plan(
     rank: int | None = None,
     alternatives: bool = True,
     say: Say = lambda _: None,
+    **options: Unpack[PlanningOptions],
 ) -> OfflinePlan:
     """Plan a step as a run would, and predict its time and memory, without GPUs.
 
@@ -78,13 +73,7 @@ def plan(
         arguments: the arguments of the class, except the parameters; for "muon+adamw" those of `muon_adamw`.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
         split: the fused weights of a preset to split into matrices: "qkv", "gate-up", both, or "none".
-        strategy: option of `wrap`.
-        planner: option of `wrap`; here also "exact".
-        capacity: option of `wrap`; 512 MiB by default.
-        micro_groups: option of `wrap`.
-        depth: option of `wrap`.
-        numerics: option of `wrap`.
-        alpha: the parameter of the planner "alpha", from 0 (even communication) to 1 (even load).
+        strategy: what `canzona_compile.Options` describes.
         updates: what happens over `dp`: every replica applies updates that travel within the step ("ddp", as under
             `wrap`), or the owner's replica alone, between a reduction of gradients and a gather ("zero1", as under
             `canzona_compile.zero1`; the mesh may have `dp` and `tp`, and first `hsdp`: replicas over
@@ -95,12 +84,14 @@ def plan(
         rank: a rank whose timeline to show.
         alternatives: whether to predict the plans of other planners too.
         say: called with words that tell the progress.
+        options: likewise: `numerics`, `capacity`, `micro_groups`, `depth`, `planner` (here also "exact"), `alpha`.
 
     Returns:
         The plan and its figures, which can be written in several formats.
 
     Raises:
         CanzonaError: an argument is unknown, absurd or does not fit; the message names it and the remedy.
+        TypeError: there is no such option.
     """
     sizes, replicas = parse_mesh(mesh), 1
     rates = hardware if isinstance(hardware, Hardware) else named_hardware(str(hardware))
@@ -117,32 +108,30 @@ def plan(
         raise CanzonaError(f"gather={gather!r} is neither 'step' nor 'forward'", at="plan(..., gather=)")
     if rank is not None and not 0 <= rank < sizes.ranks:
         raise CanzonaError(f"rank {rank} is not one of the {sizes.ranks} ranks of {sizes}", at="plan(..., rank=)")
-    options = Options(
+    capacity = options.get("capacity")
+    wanted = made_options(
+        "plan",
+        PlanningOptions.__optional_keys__,
+        {**options, "capacity": CAPACITY if capacity is None else capacity},
         strategy="owner" if updates == "zero1" else strategy,
-        numerics=numerics,
-        capacity=CAPACITY if capacity is None else capacity,
-        micro_groups=micro_groups,
-        depth=depth,
-        planner=planner,
-        alpha=alpha,
     )
-    request = Request(found, sizes, rates, options, updates, bucket_bytes, tokens, gather, rank, replicas)
+    request = Request(found, sizes, rates, wanted, updates, bucket_bytes, tokens, gather, rank, replicas)
     say("capturing the optimizer's step")
     begun = captured_step(found, sizes, code, machine_of(rates, sizes), everything=request.zero1)
     say(f"planning {len(begun.step.tasks)} parameters on {sizes.ranks} ranks")
-    owned, _ = run(begun.step, planning_passes(options))
+    owned, _ = run(begun.step, planning_passes(wanted))
     if capacity is not None:
         check_capacity(owned, capacity)
     lowering = Lowering(begun, sizes, bucket_bytes if request.zero1 else None)
-    made = lowering.scheduled(owned, options)
+    made = lowering.scheduled(owned, wanted)
     others: dict[str, Callable[[], LoweredPlan]] = {}
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
-        others = alternative_plans(lowering, options)
+        others = alternative_plans(lowering, wanted)
     file = PlanFile.of(made.scheduled)
     figures = forecast(made, file.fingerprint, request, others, say)
     say("simulating the steps of a period")
     period = period_forecast(
-        owned, begun.periods, lambda step: simulate(lowering.scheduled(step, options).scheduled, rates).seconds
+        owned, begun.periods, lambda step: simulate(lowering.scheduled(step, wanted).scheduled, rates).seconds
     )
     local = local_forecast(begun, owned, made.scheduled.buckets, rates) if isinstance(code, Chain) else None
     return OfflinePlan(made.scheduled, file, replace(figures, period=period, local=local))

@@ -6,7 +6,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 
 from canzona_compile.compat.telling import tell
-from canzona_compile.ir.options import NOT_YET_OPTIONS, Options
+from canzona_compile.ir.options import WrapOptions, made_options
 from canzona_compile.report.page import PageModel
 from canzona_compile.report.printable import Printable
 from canzona_compile.tools.output import check_output, write
@@ -30,11 +30,10 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 # These cannot be given: the layout of `verify` decides `replicate` and leaves no plain fragments; the plain optimizer
-# neither staggers nor splits parameters, so there would be nothing to compare with; the CPU has no CUDA graphs; and
-# ranks agree by themselves.
-NOT_GIVEN = {"replicate", "layout", "stagger", "split", "names", "prefix", "cuda_graphs", "agreed"}
+# neither staggers nor splits parameters, so there would be nothing to compare with; and the CPU has no CUDA graphs.
+NOT_GIVEN = {"replicate", "layout", "stagger", "split", "cuda_graphs"}
 HOW = ("eager", "local")  # ways that have a reason, as fields of `Findings`
-OPTIONS = sorted({field.name for field in fields(Options)} - NOT_GIVEN)
+OPTIONS = sorted(WrapOptions.__optional_keys__ - NOT_GIVEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,4 +156,4 @@ def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, op
             f"verify has no option {unknown[0]!r}",
             hint=f"use {', '.join(OPTIONS)}; layout determines replicate",
         )
-    Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})
+    made_options("verify", WrapOptions.__optional_keys__, options)
