@@ -1,4 +1,4 @@
-"""What other packages have for the same: dion's kernels in Triton, and quack's in CuTe, each where it is installed."""
+"""What another package has for the same: dion's kernels in Triton, where it is installed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from canzona_compile.kernels.candidates import QUACK
-from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.tools.calibration.clock import Work
 
 
@@ -29,8 +27,6 @@ def others_of(kind: str, a: Tensor, b: Tensor, out: Tensor) -> Mapping[str, Work
         elif hasattr(dion, "ns_line_3"):  # it has no factor for the product, so the matrix has it
             half = 0.5 * a
             found["dion"] = lambda: dion.ns_line_3(half, b, 2.0, out=out)
-    if find_spec("quack") and kind == "sym_gemm":
-        found["quack"] = lambda: sym_gemm(a, out=out, choice=QUACK)
     return found
 
 

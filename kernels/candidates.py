@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 
 from canzona_compile.kernels.dispatch import SQUARE, WIDE, KernelChoice, Operation, Tile
-
-QUACK = KernelChoice("quack")
 
 DEEP = Tile(128, 256, 64, warps=8, stages=4)
 AHEAD = Tile(128, 128, 64, warps=8, stages=4)
@@ -22,17 +18,15 @@ SQUARE_ROLES = replace(SQUARE, specialized=True)
 WIDE_ROLES = replace(WIDE, specialized=True)
 
 # By operation and architecture. Others spilled registers in the ahead-of-time test: for sm_80 pointers to 128 x 128
-# with four warps, for sm_100 persistent specialised 128 x 256 and gemm_axpby of 64 x 128 x 128.
+# with four warps, for sm_100 gemm_axpby of 64 x 128 x 128.
 CANDIDATES: Mapping[tuple[Operation, int], tuple[KernelChoice, ...]] = {
     ("sym_gemm", 80): tuple(KernelChoice("pointer", tile) for tile in (SQUARE, AHEAD, SMALL, LOW, LIGHT)),
     ("sym_gemm", 90): (
         *(KernelChoice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, SMALL, LOW, LIGHT, FOUR)),
-        *(KernelChoice("persistent", tile) for tile in (AHEAD, WIDE)),
         KernelChoice("pointer", SQUARE),
     ),
-    ("sym_gemm", 100): (
-        *(KernelChoice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, FOUR, SQUARE_ROLES, WIDE_ROLES)),
-        *(KernelChoice("persistent", tile) for tile in (AHEAD, SQUARE_ROLES)),
+    ("sym_gemm", 100): tuple(
+        KernelChoice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, FOUR, SQUARE_ROLES, WIDE_ROLES)
     ),
     ("gemm_axpby", 80): tuple(KernelChoice("pointer", tile) for tile in (SQUARE, AHEAD, LOW)),
     ("gemm_axpby", 90): (
@@ -44,17 +38,5 @@ CANDIDATES: Mapping[tuple[Operation, int], tuple[KernelChoice, ...]] = {
 
 
 def candidates(op: Operation, arch: int) -> tuple[KernelChoice, ...]:
-    """Return what may run on this machine: our kernels, and those of packages that are installed here.
-
-    Args:
-        op: the operation.
-        arch: ten times the compute capability's major number plus the minor one.
-    """
-    ours = CANDIDATES.get((op, arch), ())
-    return (*ours, QUACK) if ours and op == "sym_gemm" and has_quack() else ours
-
-
-@cache
-def has_quack() -> bool:
-    """Tell whether quack-kernels is installed, without an import of it, which takes seconds."""
-    return importlib.util.find_spec("quack") is not None
+    """What may run on an architecture; nothing where there are no kernels."""
+    return CANDIDATES.get((op, arch), ())

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 Operation = Literal["sym_gemm", "gemm_axpby"]
-KernelName = Literal["library", "pointer", "tma", "persistent", "quack"]
+KernelName = Literal["library", "pointer", "tma"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A kernel, its tile (None for kernels that are not ours), and the reason, for people.
+    """A kernel, its tile (None for the library's), and the reason, for people.
 
-    library: cuBLAS, by torch; quack: `gemm_symmetric` of quack-kernels; the others are Triton kernels of this package:
-    pointer, tma (tensor descriptors), persistent (tma, where each program computes several tiles).
+    library: cuBLAS, by torch; pointer and tma (tensor descriptors) are Triton kernels of this package.
     """
 
     kernel: KernelName
@@ -69,7 +68,7 @@ class KernelChoice:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if (self.kernel in ("library", "quack")) != (self.tile is None):
+        if (self.kernel == "library") != (self.tile is None):
             raise ValueError(f"a tile belongs to a Triton kernel and only there: {self.kernel}, {self.tile}")
 
     def same_kernel(self, other: KernelChoice) -> bool:
@@ -200,8 +199,7 @@ def measured(problem: Problem, verdicts: Verdicts, processors: int) -> KernelCho
     (low, first), (high, second) = near.items()
     if not first.same_kernel(second):
         return None
-    if first.tile is None:
-        return KernelChoice("library", reason=f"measured at batches {low} and {high}, with tiles that nobody tells")
+    assert first.tile is not None
     fills = [_fill(replace(problem, batch=batch), first.tile, processors) for batch in (low, problem.batch, high)]
     if fills[1] < min(fills[0], fills[2]):
         return KernelChoice("library", reason=f"a wave of {first.kernel} is emptier than at batches {low} and {high}")

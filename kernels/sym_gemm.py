@@ -19,7 +19,6 @@ from canzona_compile.kernels.tensor_args import (
     matrices,
     on_device,
     on_host,
-    processors,
     runnable,
 )
 
@@ -134,16 +133,11 @@ def _run(
         _library(a, b, c, d, on_host(alpha), on_host(beta), on_host(diag))
         return
     scalars = (on_device(alpha, a), on_device(beta, a), on_device(diag, a))
-    if choice.tile is None:
-        from canzona_compile.kernels import sym_gemm_quack
-
-        with guard(a):
-            sym_gemm_quack.launch(a, b, c, d, scalars)
-        return
     # Imported here, so that everything else works without Triton.
     from canzona_compile.kernels.triangle import INTERPRETED
 
     runnable(choice, a, INTERPRETED)
+    assert choice.tile is not None
     if choice.kernel == "pointer":
         from canzona_compile.kernels.sym_gemm_pointer import launch as launch_pointer
 
@@ -153,14 +147,9 @@ def _run(
     if alignment(*(x for x in (a, b, c, d) if x is not None)) < 8:
         raise ValueError(f"{choice.kernel}: rows must begin at multiples of 16 bytes; pad them")
     with guard(a):
-        if choice.kernel == "persistent":
-            from canzona_compile.kernels.sym_gemm_persistent import launch as launch_persistent
+        from canzona_compile.kernels.sym_gemm_tma import launch as launch_tma
 
-            launch_persistent(choice.tile, a, b, c, d, scalars, processors(a.device))
-        else:
-            from canzona_compile.kernels.sym_gemm_tma import launch as launch_tma
-
-            launch_tma(choice.tile, a, b, c, d, scalars)
+        launch_tma(choice.tile, a, b, c, d, scalars)
 
 
 def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar) -> None:

@@ -4,7 +4,6 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canzona_compile.kernels.descriptors import descriptor, step, turned
 from canzona_compile.kernels.dispatch import Tile, tiles_of_triangle
@@ -47,47 +46,6 @@ def _finish(
 
 
 @triton.jit
-def product_tile(
-    a,
-    b,
-    K,
-    a_batch,
-    b_batch,
-    top,
-    left,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    A_TURNED: tl.constexpr,
-    B_TURNED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    SPECIALIZED: tl.constexpr,
-):
-    """Return rows `top` and following of A times rows `left` and following of B: BLOCK x (WIDE * BLOCK), float32."""
-    acc = tl.zeros((BLOCK, BLOCK * WIDE), dtype=tl.float32)
-    for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALIZED):
-        if A_TURNED:
-            x = a.load([a_batch, k, top]).reshape(BLOCK_K, BLOCK).T
-        else:
-            x = a.load([a_batch, top, k]).reshape(BLOCK, BLOCK_K)
-        if B_TURNED:
-            y = b.load([b_batch, k, left]).reshape(BLOCK_K, BLOCK * WIDE)
-        else:
-            y = b.load([b_batch, left, k]).reshape(BLOCK * WIDE, BLOCK_K).T
-        if UPCAST:
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def halves(acc, BLOCK: tl.constexpr):
-    """Split BLOCK x (2 * BLOCK) into its left and its right block."""
-    return tl.split(tl.permute(tl.reshape(acc, (BLOCK, 2, BLOCK)), (0, 2, 1)))
-
-
-@triton.jit
 def sym_gemm_tma(
     a,
     b,
@@ -121,52 +79,26 @@ def sym_gemm_tma(
     pid = tl.program_id(0)
     batch = pid // tiles
     top, left = tile_corner(pid % tiles, side, BLOCK, BLOCK * WIDE, BAND)
-    acc = product_tile(
-        a, b, K, batch * a_step, batch * b_step, top, left,
-        BLOCK, WIDE, BLOCK_K, A_TURNED, B_TURNED, UPCAST, SPECIALIZED,
-    )  # fmt: skip
+    acc = tl.zeros((BLOCK, BLOCK * WIDE), dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALIZED):
+        if A_TURNED:
+            x = a.load([batch * a_step, k, top]).reshape(BLOCK_K, BLOCK).T
+        else:
+            x = a.load([batch * a_step, top, k]).reshape(BLOCK, BLOCK_K)
+        if B_TURNED:
+            y = b.load([batch * b_step, k, left]).reshape(BLOCK_K, BLOCK * WIDE)
+        else:
+            y = b.load([batch * b_step, left, k]).reshape(BLOCK * WIDE, BLOCK_K).T
+        if UPCAST:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
     if WIDE == 1:
         _finish(acc, c, d, alpha, beta, diag, batch, c_step, top, left, BLOCK, HAS_C)
     else:
-        first, second = halves(acc, BLOCK)
-        _finish(first, c, d, alpha, beta, diag, batch, c_step, top, left, BLOCK, HAS_C)
-        _finish(second, c, d, alpha, beta, diag, batch, c_step, top, left + BLOCK, BLOCK, HAS_C)
-
-
-def described(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor) -> tuple[TensorDescriptor, ...]:
-    """Describe the operands to a kernel; without C, D stands in its place and is not read.
-
-    Raises:
-        ValueError: the tile is neither one square nor two squares side by side.
-    """
-    wide, rest = divmod(tile.n, tile.m)
-    if rest or wide not in (1, 2):
-        raise ValueError(f"a tile has to be one or two squares, not {tile.m} x {tile.n}")
-    square = (tile.m, tile.m)
-    add = d if c is None else c
-    return (
-        descriptor(a, (tile.m, tile.k)),
-        descriptor(b, (tile.n, tile.k)),
-        descriptor(add, square),
-        descriptor(d, square),
-    )
-
-
-def options(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None) -> dict[str, int | bool]:
-    """Return what both kernels are compiled for."""
-    return {
-        "BLOCK": tile.m,
-        "WIDE": tile.n // tile.m,
-        "BLOCK_K": tile.k,
-        "BAND": tile.band,
-        "A_TURNED": turned(a),
-        "B_TURNED": turned(b),
-        "HAS_C": c is not None,
-        "UPCAST": INTERPRETED,
-        "SPECIALIZED": tile.specialized,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+        west, east = tl.split(tl.permute(tl.reshape(acc, (BLOCK, 2, BLOCK)), (0, 2, 1)))
+        _finish(west, c, d, alpha, beta, diag, batch, c_step, top, left, BLOCK, HAS_C)
+        _finish(east, c, d, alpha, beta, diag, batch, c_step, top, left + BLOCK, BLOCK, HAS_C)
 
 
 def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
@@ -175,7 +107,32 @@ def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalar
     The caller checks the alignment: `tensor_args.alignment` of all tensors is 8 or more. c and d are row-major
     or column-major alike: a symmetric matrix is the same either way.
     """
+    wide, rest = divmod(tile.n, tile.m)
+    if rest or wide not in (1, 2):
+        raise ValueError(f"a tile has to be one or two squares, not {tile.m} x {tile.n}")
     batch, m, k = a.shape
-    operands = described(tile, a, b, c, d)
-    steps = step(a), step(b), step(d if c is None else c)
-    sym_gemm_tma[(batch * tiles_of_triangle(m, tile),)](*operands, *scalars, m, k, *steps, **options(tile, a, b, c))
+    square = (tile.m, tile.m)
+    add = d if c is None else c  # where there is no C, D stands in its place and is not read
+    sym_gemm_tma[(batch * tiles_of_triangle(m, tile),)](
+        descriptor(a, (tile.m, tile.k)),
+        descriptor(b, (tile.n, tile.k)),
+        descriptor(add, square),
+        descriptor(d, square),
+        *scalars,
+        m,
+        k,
+        step(a),
+        step(b),
+        step(add),
+        BLOCK=tile.m,
+        WIDE=wide,
+        BLOCK_K=tile.k,
+        BAND=tile.band,
+        A_TURNED=turned(a),
+        B_TURNED=turned(b),
+        HAS_C=c is not None,
+        UPCAST=INTERPRETED,
+        SPECIALIZED=tile.specialized,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

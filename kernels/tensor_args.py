@@ -88,14 +88,9 @@ def machine(device: torch.device) -> GpuKind | None:
 
 
 @cache
-def processors(device: torch.device, interpreted: int = 2) -> int:
-    """Count the multiprocessors of a device.
-
-    Args:
-        device: the device.
-        interpreted: the count for the interpreter, which runs one program after another; two stand for many.
-    """
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else interpreted
+def processors(device: torch.device) -> int:
+    """Count the multiprocessors of a device; 0 without CUDA."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @cache

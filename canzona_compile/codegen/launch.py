@@ -307,7 +307,7 @@ class GroupedKernel(torch.nn.Module):
                 segment = segment_of(self.programs[program], number, entry, operands)
                 if segment is not None:
                     segments.append(segment)
-        count = processors(self._device, interpreted=0)  # none, so that the interpreter's blocks have several tiles
+        count = processors(self._device)  # none on CPU, so that the interpreter's blocks have several tiles
         self.table = SegmentTable(self.programs, self.parts, segments, BLOCK, count)
         self._kernel = None
         if self._device.type == "cpu" and segments:

@@ -28,7 +28,6 @@ from canzona_compile.kernels.candidates import CANDIDATES
 from canzona_compile.kernels.dispatch import RULES, SQUARE, WIDE, KernelChoice, Operation, Tile
 from canzona_compile.kernels.gemm_axpby_pointer import gemm_axpby_pointer
 from canzona_compile.kernels.gemm_axpby_tma import gemm_axpby_tma
-from canzona_compile.kernels.sym_gemm_persistent import sym_gemm_persistent
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
 from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
 
@@ -112,10 +111,7 @@ def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: st
     constants |= {"A_TURNED": turned, "B_TURNED": turned, "HAS_C": True, "UPCAST": False}
     constants |= {"SPECIALIZED": tile.specialized}
     divisible = frozenset({"M", "K"})
-    kernel = sym_gemm_tma
-    if choice.kernel == "persistent":
-        kernel, types = sym_gemm_persistent, types | {"stack": "i32"}
-    return Case("sym_gemm", arch, choice, "turned" if turned else "", kernel, types, constants, divisible)
+    return Case("sym_gemm", arch, choice, "turned" if turned else "", sym_gemm_tma, types, constants, divisible)
 
 
 def axpby_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
@@ -165,7 +161,7 @@ def cases(arch: int, only_chosen: bool = False) -> Iterator[Case]:
                     yield axpby_tma_case(arch, choice, choice.tile, turned)
                 elif op == "gemm_axpby":
                     yield axpby_case(arch, choice, choice.tile, turned)
-                elif choice.kernel in ("tma", "persistent"):
+                elif choice.kernel == "tma":
                     yield tma_case(arch, choice, choice.tile, turned)
                 else:
                     yield pointer_case(arch, choice, choice.tile, turned)

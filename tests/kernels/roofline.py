@@ -98,8 +98,7 @@ def seconds(row: ResourceRow, shape: tuple[int, int, int], sheet: DataSheet) -> 
     moved = 2 * (rows + columns) * summed * WIDTH / SHARED * sheet.per_clock
     one = max(2 * rows * columns * summed, moved) / rate
     ends = ((rows + columns) * step + 2 * rows * columns) * WIDTH / (sheet.bandwidth / processors)
-    hidden = row.programs > 1 or row.kernel.startswith("persistent")
-    exposed = ends if hidden else busiest * ends
+    exposed = ends if row.programs > 1 else busiest * ends
     return max(busiest * one + exposed, traffic(row.operation, shape) / sheet.bandwidth)
 
 

@@ -33,10 +33,6 @@ DESCRIPTORS = [
     KernelChoice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2)),
     KernelChoice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2)),
 ]
-PERSISTENT = [
-    KernelChoice("persistent", Tile(16, 16, 16, warps=4, stages=2, band=2)),
-    KernelChoice("persistent", Tile(16, 32, 16, warps=4, stages=2, band=2)),
-]
 
 
 def banded(shape: tuple[int, ...], layout: str, dtype: torch.dtype, fill: float) -> tuple[Tensor, Tensor]:
@@ -77,7 +73,7 @@ def untouched(memory: Tensor, result: Tensor) -> bool:
 
 SYM = [
     *crossed(POINTERS, ["rows", "columns", "gaps", "apart", "one"], [(2, 37, 19), (3, 16, 40), (1, 65, 5)], [0, 1, 2]),
-    *crossed([*DESCRIPTORS, *PERSISTENT], ["rows", "columns", "gaps", "one"], [(2, 40, 24), (1, 72, 16)], [0, 1, 2]),
+    *crossed(DESCRIPTORS, ["rows", "columns", "gaps", "one"], [(2, 40, 24), (1, 72, 16)], [0, 1, 2]),
 ]
 
 

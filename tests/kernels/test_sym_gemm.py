@@ -37,14 +37,12 @@ TMA = KernelChoice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
 PAIRS = KernelChoice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
 FLAT = KernelChoice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
 TALL = KernelChoice("pointer", Tile(64, 16, 16, warps=4, stages=2, band=2))
-LOOP = KernelChoice("persistent", Tile(16, 16, 16, warps=4, stages=2, band=2))
-LOOP_PAIRS = KernelChoice("persistent", Tile(16, 32, 16, warps=4, stages=2, band=2))
-KERNELS = (LIBRARY, POINTER, TMA, PAIRS, LOOP, FLAT)
-TRITON = (POINTER, TMA, PAIRS, LOOP, LOOP_PAIRS, FLAT, TALL)
+KERNELS = (LIBRARY, POINTER, TMA, PAIRS, FLAT)
+TRITON = (POINTER, TMA, PAIRS, FLAT, TALL)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Of kernels that differ in their tiles only, one; which tiles fit which sizes is asked apart from that.
-each_kernel = pytest.mark.parametrize("choice", [LIBRARY, POINTER, TMA, LOOP, *also([PAIRS, FLAT])], ids=name_of)
+each_kernel = pytest.mark.parametrize("choice", [LIBRARY, POINTER, TMA, *also([PAIRS, FLAT])], ids=name_of)
 each_triton_kernel = pytest.mark.parametrize("choice", TRITON, ids=name_of)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -100,7 +98,7 @@ def test_any_strides(dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize(
     "layouts", [*itertools.product(("gapped", "turned"), repeat=2), ("repeated", "repeated")], ids=str
 )
-@pytest.mark.parametrize("choice", first([TMA, PAIRS, LOOP]), ids=name_of)
+@pytest.mark.parametrize("choice", first([TMA, PAIRS]), ids=name_of)
 def test_layouts_of_descriptors(choice: KernelChoice, layouts: tuple[str, str]) -> None:
     assert set(layouts) <= set(ALIGNED)
     a = LAYOUTS[layouts[0]](random(2, 40, 24, dtype=torch.float16))
@@ -223,7 +221,7 @@ def test_products_of_commuting_polynomials(choice: KernelChoice) -> None:
 def test_out_is_written_inside_and_not_outside(choice: KernelChoice, dtype: torch.dtype) -> None:
     a = random(2, 40, 24, dtype=dtype)
     target = Guarded.like((2, 40, 40), dtype)
-    base = target.around if choice.kernel not in ("tma", "persistent") else None
+    base = target.around if choice.kernel != "tma" else None
     out = target.inner if base is not None else target.around[..., :40, :40]
     result = sym_gemm(a, out=out, choice=choice)
     assert result is out
