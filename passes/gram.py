@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import zip_longest
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
-from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.linear_algebra import any_strides, flipped
-from canzona_compile.analysis.newton_schulz import Polynomial, ProductChain, chains
-from canzona_compile.analysis.norm_bounds import Wide, norm_bound
+from canzona_compile.analysis.newton_schulz import Polynomial, ProductChain, chains, in_float32, normalised
 from canzona_compile.analysis.roofline import product_seconds
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.step import Form, Placed, Step, Template
@@ -23,23 +22,64 @@ from canzona_compile.machine.hardware import Hardware, hardware_of
 
 aten = torch.ops.aten
 
+RESTART = 2  # steps before the Gram matrix is formed anew, of five
+
+
+def safe(s: float, *coefficients: tuple[float, float, float]) -> tuple[Polynomial, ...]:
+    """The coefficients for singular values up to `s`."""
+    return tuple((a / s, b / s**3, c / s**5) for a, b, c in coefficients)
+
+
+# Five steps X <- (a I + b X X^T + c (X X^T)^2) X, as they are published.
+PUBLISHED: dict[str, tuple[Polynomial, ...]] = {
+    "Jordan": ((3.4445, -4.7750, 2.0315),) * 5,
+    "You": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "Polar Express, safety 1.02, cushion 2": (  # dion, modded-nanogpt
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+    "Polar Express, safety 1.05": safe(  # arXiv 2505.16932, as Gram Newton-Schulz takes it
+        1.05,
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    ),
+    "CANS": (  # arXiv 2506.10935
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GramIterations:
-    """Rewrite chains of X <- (a I + p(X X^T)) X, with X [m, n], as products of m x m matrices; for numerics="fast".
+    """Rewrite Newton-Schulz on wide matrices X [m, n] as products of m x m matrices; for numerics="fast".
 
-    With R = X X^T a step becomes Q <- (a I + p(R)) Q and R <- (a I + p(R))^2 R. At the end X <- Q X. That takes two
-    products with X in all instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). Rounding makes restarts
-    necessary: after some steps the graph forms X <- Q X and a new R. `canzona_compile.analysis.gram_restarts` finds
-    them from the coefficients; five steps of the usual quintics restart after step 2. The products add a Q and a R in
-    their epilogue. Only the first Q is formed as a I + p(R).
+    With R = X X^T a step becomes Q <- (a I + b R + c R^2) Q and R <- (a I + b R + c R^2)^2 R. At the end X <- Q X. That
+    takes two products with X in all instead of two per step. Rounding makes eigenvalues of R near zero negative, and
+    these grow, so after two steps the graph forms X <- Q X and a new R (Dao AI Lab, "Gram Newton-Schulz"). The products
+    add a Q and a R in their epilogue. Only the first Q is formed as a I + b R + c R^2.
 
     The pass rewrites a chain only if all of this holds:
 
-    * Its coefficients are numbers in the graph, and nothing else reads a value between its steps.
-    * The graph bounds the norm of X at the start, because it divides by a norm. So nothing can overflow.
-    * The products of the rewritten graph take no more time by the machine's rates. For quintics they are less work from
-      n = 1.5 m on. If the dtype changes, its rate counts as well: float16 is slow on CPUs.
+    * It has five steps with coefficients of `PUBLISHED`, and nothing else reads a value between its steps.
+    * The graph divides the matrix by its norm at the start.
+    * The products of the rewritten graph take no more time by the machine's rates. They are less work from n = 1.5 m
+      on. If the dtype changes, its rate counts as well: float16 is slow on CPUs.
 
     The pass normalises 16-bit matrices in float32 and iterates them in float16, whose roundoff is an eighth of
     bfloat16's. Other matrices keep their dtype. Results keep theirs.
@@ -48,11 +88,10 @@ class GramIterations:
     micro-groups and reports weigh what will run.
 
     `tests/passes/test_gram_errors.py` measures errors against float64 on 64 x 192 matrices with four spectra: from 1 to
-    1e-10 in logarithmic steps, from 1 to 1e-3, 10 equal singular values beside zeros, and 2 beside a tail of 1e-3. Five
-    steps of Jordan's, You's, Polar Express and CANS coefficients are at most 0.1 off, relative to the exact result in
-    the Frobenius norm. No singular value exceeds the exact largest one by more than 0.06. Newton-Schulz in bfloat16,
-    which this replaces, is 0.06 to 0.58 off. The tests run on CPU, with the products of the library and with the
-    references of `sym_gemm`, so the pass rewrites on CPU as well. Errors on CUDA are not measured yet.
+    1e-10 in logarithmic steps, from 1 to 1e-3, 10 equal singular values beside zeros, and 2 beside a tail of 1e-3.
+    Results are at most 0.1 off, relative to the exact result in the Frobenius norm. No singular value exceeds the exact
+    largest one by more than 0.06. Newton-Schulz in bfloat16, which this replaces, is 0.06 to 0.58 off. Errors on CUDA
+    are not measured yet.
     """
 
     name: ClassVar[str] = "gram"
@@ -97,34 +136,30 @@ def rewrite(graph: fx.Graph, chain: ProductChain) -> bool:
     """Rewrite one chain in place.
 
     Returns:
-        Whether the graph was changed. It was not if nothing bounds the norm at the start, or if no restarts keep the
-        effects of rounding small.
+        Whether the graph was changed. It was not if the coefficients are no published ones, or if the graph does not
+        divide by the norm.
     """
-    value, bound = tensor_value(chain.start), norm_bound(chain.start)
-    if value is None or bound is None:
+    value = tensor_value(chain.start)
+    steps = next((own for own in PUBLISHED.values() if equal(chain.polynomials, own)), None)
+    if value is None or steps is None or not normalised(chain.start):
         return False
     narrow = value.dtype.itemsize == 2
-    dtype = torch.float16 if narrow else value.dtype
-    limits = torch.finfo(dtype)
-    polynomials = tuple(map(trimmed, chain.polynomials))
-    restarts = plan_restarts(polynomials, limits.eps / 2, bound, limits.max)
-    if restarts is None:
-        return False
     with graph.inserting_before(chain.end):
-        x = cast(graph, Wide(graph).of(chain.start), dtype) if narrow else chain.start
+        x = cast(graph, in_float32(graph, chain.start), torch.float16) if narrow else chain.start
         writer = GramWriter(graph, chain.flipped)
-        for first, last in pairwise((0, *restarts, len(polynomials))):
-            x = writer.segment(x, polynomials[first:last])
+        x = writer.segment(writer.segment(x, steps[:RESTART]), steps[RESTART:])
         x = cast(graph, x, value.dtype)
     chain.end.replace_all_uses_with(x)
     drop_dead_code(graph)
     return True
 
 
-def trimmed(polynomial: Polynomial) -> Polynomial:
-    """The coefficients up to the highest one that is not zero."""
-    degree = max(i for i, c in enumerate(polynomial) if c)
-    return polynomial[: degree + 1]
+def equal(found: Sequence[Polynomial], steps: Sequence[Polynomial]) -> bool:
+    """Whether polynomials are those of published steps, but for the rounding of the algebra that found them."""
+    if len(found) != len(steps):
+        return False
+    pairs = [pair for p, own in zip(found, steps, strict=True) for pair in zip_longest(p, own, fillvalue=0.0)]
+    return all(math.isclose(x, y, rel_tol=1e-9) for x, y in pairs)
 
 
 def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -157,50 +192,33 @@ class GramWriter:
         """
         r = self.gram(x)
         q: fx.Node | None = None
-        for i, polynomial in enumerate(polynomials):
-            a, last = polynomial[0], i + 1 == len(polynomials)
-            scale, z = self.without_constant(r, polynomial)
-            q = self.shifted(z, scale, a) if q is None else self.sum(q, z, q, a, scale)
-            if not last:
-                rz = self.sum(r, r, z, a, scale)
-                r = self.sum(rz, z, rz, a, scale)
+        for i, (a, b, c) in enumerate(polynomials):
+            z = self.sum(r, r, r, b, c)
+            q = self.shifted(z, a) if q is None else self.sum(q, z, q, a)
+            if i + 1 < len(polynomials):
+                rz = self.sum(r, r, z, a)
+                r = self.sum(rz, z, rz, a)
         assert q is not None
-        return self.product(*self.applied(q, x))
-
-    def without_constant(self, r: fx.Node, polynomial: Polynomial) -> tuple[float, fx.Node]:
-        """Write p(R) - p(0) by Horner's rule, and return it as a number and a matrix, which are to be multiplied."""
-        *lower, highest = polynomial[1:]
-        if not lower:
-            return highest, r
-        z = self.sum(r, r, r, lower.pop(), highest)
-        for coefficient in reversed(lower):
-            z = self.sum(r, r, z, coefficient, 1.0)
-        return 1.0, z
+        return self.product(x, q) if self.flipped else self.product(q, x)  # Q is symmetric
 
     def gram(self, x: fx.Node) -> fx.Node:
         """Write X X^T [..., m, m]."""
         turned = flipped(self.graph, x)
         return self.product(turned, x) if self.flipped else self.product(x, turned)
 
-    def applied(self, q: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The factors of Q X, or of X^T Q if `flipped`, in order. Q is symmetric."""
-        return (x, q) if self.flipped else (q, x)
-
     def product(self, left: fx.Node, right: fx.Node) -> fx.Node:
         """Write left @ right."""
         target = aten.mm.default if left.meta["val"].ndim == 2 else aten.bmm.default
         return insert_call(self.graph, target, (left, right))
 
-    def sum(self, added: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float) -> fx.Node:
+    def sum(self, added: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float = 1.0) -> fx.Node:
         """Write beta * added + alpha * left @ right."""
         target = aten.addmm.default if added.meta["val"].ndim == 2 else aten.baddbmm.default
         numbers = {name: n for name, n in (("beta", beta), ("alpha", alpha)) if n != 1.0}
         return insert_call(self.graph, target, (added, left, right), numbers)
 
-    def shifted(self, z: fx.Node, scale: float, shift: float) -> fx.Node:
-        """Write scale * Z + shift * I."""
-        if scale != 1.0:
-            z = insert_call(self.graph, aten.mul.Tensor, (z, scale))
+    def shifted(self, z: fx.Node, shift: float) -> fx.Node:
+        """Write Z + shift * I."""
         main = (0, -2, -1)
         diagonal = insert_call(self.graph, aten.diagonal.default, (z, *main))
         moved = insert_call(self.graph, aten.add.Tensor, (diagonal, shift))

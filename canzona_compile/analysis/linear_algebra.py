@@ -152,27 +152,13 @@ def root(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def any_strides(graph: fx.Graph) -> None:
-    """Replace `view` by `reshape` in a graph whose rewrite may have changed strides; see `for_any_strides`.
+    """Replace `view` by `reshape`, which copies where a view is impossible, in a graph whose strides have changed.
 
-    Args:
-        graph: changed in place.
+    A rewrite does not change the strides of placeholders.
     """
     for node in graph.nodes:
-        if node.args and isinstance(node.args[0], fx.Node):
-            node.target = for_any_strides(node.target, node.args[0])
-
-
-def for_any_strides(target: Any, operand: fx.Node) -> Any:
-    """Choose the operator that takes an operand of any strides.
-
-    Args:
-        target: the operator of a call.
-        operand: the first operand. A rewrite does not change the strides of placeholders.
-
-    Returns:
-        `reshape` for `view`, because it copies if a view is impossible; all other operators as they are.
-    """
-    return aten.reshape.default if target is aten.view.default and operand.op != "placeholder" else target
+        if node.target is aten.view.default and node.args[0].op != "placeholder":
+            node.target = aten.reshape.default
 
 
 def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:

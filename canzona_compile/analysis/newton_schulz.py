@@ -2,7 +2,8 @@
 
 The search begins at a matrix X whose Gram matrix G = X X^T the graph forms. It follows all values p(G) and p(G) X, with
 p a polynomial, through products, sums and transposes. If the rest of the graph reads only one of these values, and that
-value is a p(G) X, then it is the next iterate. For tall matrices G is X^T X, and everything is transposed.
+value is a p(G) X, then it is the next iterate. For tall matrices G is X^T X, and everything is transposed. Iterations
+begin with a matrix that the graph divides by its norm.
 """
 
 from __future__ import annotations
@@ -10,13 +11,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
-from canzona_compile.analysis.linear_algebra import copies, identity, product_of, root, shifted, swaps, terms
+from canzona_compile.analysis.linear_algebra import (
+    copies,
+    identity,
+    number,
+    product_of,
+    root,
+    shape_of,
+    shifted,
+    swaps,
+    terms,
+)
 from canzona_compile.analysis.linear_algebra import source as source_of
-from canzona_compile.ir.fx_utils import ancestors
+from canzona_compile.ir.fx_utils import ancestors, casts, insert_call, tensor_value
+
+aten = torch.ops.aten
 
 Polynomial: TypeAlias = tuple[float, ...]  # coefficients in ascending order; the first one is that of the identity
 
@@ -241,3 +255,85 @@ def added(a: PolynomialForm, b: PolynomialForm) -> PolynomialForm | None:
     return PolynomialForm(
         tuple(x + y for x, y in zip_longest(a.polynomial, b.polynomial, fillvalue=0.0)), a.square, a.flipped
     )
+
+
+# -- the division by the norm ---------------------------------------------------------------------
+
+# The operators that `in_float32` takes a second time.
+NORMALISING = frozenset(
+    {
+        *(aten.permute.default, aten.transpose.int, aten.t.default, aten.expand.default, aten.clamp.default),
+        *(aten.div.Tensor, aten.mul.Tensor, aten.add.Tensor, aten.clamp_min.default, aten.linalg_vector_norm.default),
+    }
+)
+
+
+def normalised(node: fx.Node) -> bool:
+    """Whether a graph divides a matrix, or each of a stack, by its Frobenius norm or by something larger."""
+    node = origin(node)
+    args: Any = node.args
+    if node.target is not aten.div.Tensor or not isinstance(args[0], fx.Node):
+        return False
+    matrix, norm = args
+    while isinstance(norm, fx.Node) and no_less(norm):
+        norm = source_of(norm)
+    return isinstance(norm, fx.Node) and frobenius(norm) and origin(norm.all_input_nodes[0]) is origin(matrix)
+
+
+def no_less(node: fx.Node) -> bool:
+    """Whether a node is a cast, a broadcast, or no less than its operand: with an eps, a factor, or clamped."""
+    args: Any = node.args
+    match node.target:
+        case aten._to_copy.default | aten.expand.default | aten.clamp_min.default:
+            return True
+        case aten.clamp.default:
+            return (len(args) < 3 or args[2] is None) and "max" not in node.kwargs
+        case aten.add.Tensor | aten.mul.Tensor:
+            more, least = number(args[1]), 0.0 if node.target is aten.add.Tensor else 1.0
+            return isinstance(more, float) and more >= least and not node.kwargs
+    return False
+
+
+def frobenius(node: fx.Node) -> bool:
+    """Whether a node is the norm of all of a matrix, beside the matrix if it is one of a stack."""
+    args: Any = node.args
+    if node.target is not aten.linalg_vector_norm.default or set(node.kwargs) - {"dtype"}:
+        return False
+    given: list[Any] = [*args[1:4], *[2, None, False][len(args) - 1 :]]
+    order, dims, kept = given
+    ndim = len(shape_of(args[0]))
+    whole = not dims or {d % ndim for d in dims} == {ndim - 2, ndim - 1}
+    return order == 2 and whole and (ndim == 2 or not dims or bool(kept))
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """Take all transposes, copies and casts off a node, and return the node that is left."""
+    while True:
+        node = root(node)[0]
+        inside = source_of(node)
+        if node.target is not aten._to_copy.default or inside is None:
+            return node
+        node = inside
+
+
+def in_float32(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Insert a normalised 16-bit matrix a second time, at the insert point, without rounding before the end."""
+    made: dict[fx.Node, fx.Node] = {}
+
+    def wide(node: fx.Node) -> fx.Node:
+        value, inside = tensor_value(node), source_of(node)
+        if value is None or value.dtype.itemsize > 2 or not value.dtype.is_floating_point:
+            return node
+        if node not in made:
+            before = None if inside is None else tensor_value(inside)
+            if casts(node) and before is not None and before.dtype.is_floating_point and before.dtype.itemsize <= 4:
+                made[node] = wide(inside)  # type: ignore[arg-type]
+            elif node.target in NORMALISING:
+                args, kwargs = fx.map_arg(node.args, wide), fx.map_arg(node.kwargs, wide)
+                kept = {name: v for name, v in kwargs.items() if name != "dtype"}
+                made[node] = insert_call(graph, node.target, args, kept, name=node.target.overloadpacket.__name__)
+            else:
+                made[node] = insert_call(graph, aten._to_copy.default, (node,), {"dtype": torch.float32})
+        return made[node]
+
+    return wide(node)

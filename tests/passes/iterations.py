@@ -10,36 +10,12 @@ from torch import fx
 
 from canzona_compile.ir.step import Template
 from canzona_compile.machine.hardware import named_hardware
-from canzona_compile.passes.gram import rewritten
+from canzona_compile.passes.gram import PUBLISHED, rewritten
 from tests.harness.samples import Builder, empty
 
 aten = torch.ops.aten
 
-JORDAN = [(3.4445, -4.7750, 2.0315)] * 5
-YOU = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
-POLAR_EXPRESS = [  # arXiv 2505.16932, safety 1.02, cushion 2
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-]
-CANS = [  # arXiv 2506.10935
-    (8.4703, -25.1081, 18.6293),
-    (4.1828, -3.1087, 0.5806),
-    (3.9619, -2.9541, 0.5630),
-    (3.2866, -2.4647, 0.5074),
-    (2.2737, -1.6447, 0.4162),
-]
-CUBIC = [(3.3656576, -3.3420992), (2.5744352, -1.4957376), (2.5368962, -1.4312570), (2.4418906, -1.2764040)]
-TEN = [(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)] * 2
-QUINTICS = {"Jordan": JORDAN, "You": YOU, "Polar Express": POLAR_EXPRESS, "CANS": CANS}
+JORDAN, YOU = PUBLISHED["Jordan"], PUBLISHED["You"]
 
 # -- writing iterations ----------------------------------------------------------------------------
 
@@ -85,8 +61,6 @@ class Iteration:
 
     def step(self, x: fx.Node, p: Sequence[Any], spelling: str) -> fx.Node:
         gram = self.gram(x)
-        if len(p) == 2:
-            return self.add(self.times(x, p[0]), self.times(self.applied(gram, x), p[1]))
         a, b, c = p
         match spelling:
             case "fused":

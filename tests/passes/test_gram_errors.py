@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.lowering.symmetric_products import rewritten as with_halves
+from canzona_compile.passes.gram import PUBLISHED
 from tests.harness.random_graphs import evaluate
-from tests.passes.iterations import JORDAN, QUINTICS, Iteration, rewrite
+from tests.passes.iterations import JORDAN, Iteration, rewrite
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def exactly(x: Tensor, polynomials: Sequence[Sequence[float]]) -> Tensor:
 
 @cache
 def graphs(name: str, tall: bool) -> tuple[fx.Graph, fx.Graph]:
-    graph = Iteration(M, N, torch.bfloat16, tall).iterated(QUINTICS[name])
+    graph = Iteration(M, N, torch.bfloat16, tall).iterated(PUBLISHED[name])
     new = rewrite(graph)
     assert new is not graph
     return graph, new
@@ -73,10 +74,10 @@ def error(graph: fx.Graph, x: Tensor, expected: Tensor, tall: bool) -> tuple[flo
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", QUINTICS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_errors_on_hard_spectra(name: str, spectrum: str) -> None:
     x = matrix(spectrum)
-    expected = exactly(x, QUINTICS[name])
+    expected = exactly(x, PUBLISHED[name])
     graph, new = graphs(name, False)
     before, _ = error(graph, x, expected, False)
     for faster in (new, with_halves(new)):
