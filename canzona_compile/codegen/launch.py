@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from canzona_compile.codegen.source import FLAT, HEADER, PointwiseProgram, source
+from canzona_compile.codegen.source import FLAT, PointwiseProgram, source
 from canzona_compile.codegen.step_words import StepWords, even
 from canzona_compile.codegen.tables import SegmentTable, TableSegment, fits, roomy, segment_of
 from canzona_compile.codegen.values import Spread
@@ -37,21 +37,6 @@ class Laid:
 
     table: SegmentTable
     addresses: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class TableBytes:
-    """The bytes that a kernel needs on its device.
-
-    Attributes:
-        rows: of the rows of segments.
-        blocks: of the row of each block.
-        words: of addresses and numbers, which may lie together with those of other kernels.
-    """
-
-    rows: int
-    blocks: int
-    words: int
 
 
 def available() -> bool:
@@ -241,18 +226,6 @@ class GroupedKernel(torch.nn.Module):
                         own[e] = whole
             made.append((lists, numbers))
         return made, back
-
-    def table_bytes(self, parts: Sequence[LaunchPart]) -> TableBytes:
-        """Bound the bytes of the table and its words, for operands that need not have any memory.
-
-        Every tile counts as a block of its own.
-        """
-        sizes = [t.numel() for lists, _ in parts for t in lists[-1] if t.numel()]
-        width = max((p.width for p in self.programs), default=HEADER)
-        operands = max((len(p.dtypes) for p in self.programs), default=0)
-        numbers = sum(len(self.programs[number].expressions.numbers) for number in self.parts)
-        words = even(numbers) + even(len(sizes) * operands)
-        return TableBytes(len(sizes) * width * 8, sum(-(-size // BLOCK) for size in sizes) * 4, words * 8)
 
     def refresh(self, parts: Sequence[LaunchPart]) -> bool:
         """Send the addresses of the operands and the numbers that changed, and a new table if operands lie otherwise.

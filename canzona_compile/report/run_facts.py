@@ -8,12 +8,11 @@ from functools import reduce
 
 import torch.distributed as dist
 
-from canzona_compile.report.schema import Facts, LocalTask, ProfileReport
+from canzona_compile.report.schema import BufferMemory, Facts, LocalTask, ProfileReport
 from canzona_compile.report.suggestions import suggestions
 from canzona_compile.session.measuring import both_measured
 from canzona_compile.session.program_cache import BoundProgram
 from canzona_compile.session.session import Session
-from canzona_compile.session.step_memory import one_after_the_other, step_memory
 
 
 def facts_of(session: Session) -> Facts:
@@ -40,7 +39,7 @@ def facts_of(session: Session) -> Facts:
         variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
         rank_programs=len(driver.programs),
         capacity=options.any_capacity,
-        memory=step_memory(driver.programs, session.rank, driver.first_buffers),
+        memory=BufferMemory(sum(driver.programs.buffer_sizes), driver.first_buffers),
         execution=driver.last.executor.how,
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,
         measurement=session.measuring.found,
@@ -62,7 +61,7 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
         suggestions=tuple(dict.fromkeys(said for own in every for said in own.suggestions)),
         variants=sum(own.variants for own in every),
         rank_programs=sum(own.rank_programs for own in every),
-        memory=reduce(one_after_the_other, (own.memory for own in every)),
+        memory=BufferMemory(sum(own.memory.buffers for own in every), max(own.memory.first_buffers for own in every)),
         measurement=reduce(both_measured, (own.measurement for own in every)),
     )
 

@@ -56,7 +56,6 @@ UNEVEN = 1.5  # times the mean: the load of a rank that the others wait for
 def run_page(report: Figures) -> PageModel:
     """Build the page of a report, from the figures of a run."""
     alone = [(f"{one.name} {format_shape(one.shape)}", one.why) for one in report.local]
-    most = f"at most {format_bytes(report.memory.most)} in addition to parameters, gradients and state"
     where = [(grid_name(g.grid), len(g.tasks)) for g in report.micro_groups]
     owners = len({t.owner for t in report.tasks if t.strategy == "owner"})
     everywhere = "all" if any(t.owner is None for t in report.tasks) else "-"
@@ -82,7 +81,7 @@ def run_page(report: Figures) -> PageModel:
             load_section(report.loads),
             Section("Schedule", tuple(schedule(report)), simulated_rank(report)),
             profile_section(report.profile, timed=report.predicted_seconds is not None),
-            Section("Memory", bullets(memory_sentences(report)), most),
+            Section("Memory", bullets(memory_sentences(report)), "in addition to parameters, gradients and state"),
             Section(
                 "Buckets",
                 tuple(buckets(report)),
@@ -120,7 +119,7 @@ def remarks(report: Figures) -> Iterator[str]:
         f"{plural(report.rank_programs, 'rank program')}, {len(report.fallbacks)} eager"
     )
     if report.execution and machine.device != "cpu":
-        yield f"{report.execution}, at most {format_bytes(report.memory.most)} in a step"
+        yield report.execution
 
 
 def next_step(report: Figures) -> str:
@@ -192,7 +191,7 @@ def worst_text(steps: Sequence[float], timed: bool) -> str:
 
 
 def memory_sentences(report: Figures) -> Sequence[str]:
-    """Say what memory of a step consists of, and what bounds it; nothing where nothing is predicted."""
+    """Say which buffers a step has, and what bounds them; nothing on CPU, where memory is not scarce."""
     if report.machine.device != "cuda":
         return ()
     memory, programs = report.memory, plural(report.rank_programs, "program")
@@ -202,13 +201,6 @@ def memory_sentences(report: Figures) -> Sequence[str]:
             f"of buffers, which stay and serve {programs}: for {plural(report.depth, 'micro-group')} in flight, of "
             f"which each gathers at most {format_bytes(report.capacity)} to a rank, or one matrix",
         ),
-        (
-            memory.values,
-            "of computed values, which are given back: of the program that takes most while it runs call by call",
-        ),
-        (memory.recordings, "that recordings keep: one pool, as large as the program needs that takes most"),
-        (memory.tables, "of tables of kernels and of numbers, which stay"),
-        (memory.gradients, "of copies of gradients, which stay: recordings read them, since gradients are elsewhere"),
         (
             memory.first_buffers,
             "of buffers in a first step, in addition to what its own code took; it gave them back",

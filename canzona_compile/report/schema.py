@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from canzona_compile.ir.layout import Shape
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.session.measuring import Measurement
-from canzona_compile.session.step_memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +17,19 @@ class LocalTask:
     name: str
     shape: Shape
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferMemory:
+    """The bytes of send, receive and gathered buffers on this rank.
+
+    Attributes:
+        buffers: of those that stay between steps and serve all programs.
+        first_buffers: of those of first steps, which gave them back.
+    """
+
+    buffers: int = 0
+    first_buffers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +124,7 @@ class RunFigures:
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
         capacity: the most bytes that a micro-group gathers to one rank, unless a matrix alone is larger.
-        memory: what steps need in addition to parameters, gradients and state, as predicted for CUDA; elsewhere it has
-            the buffers alone.
+        memory: the buffers of this rank.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
     """
@@ -127,7 +138,7 @@ class RunFigures:
     variants: int = 0
     rank_programs: int = 0
     capacity: int = 0
-    memory: StepMemory = field(default_factory=StepMemory)
+    memory: BufferMemory = field(default_factory=BufferMemory)
     execution: str = ""
     profile: ProfileReport | None = None
 

@@ -36,7 +36,7 @@ from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
 from canzona_compile.ir.step import Role
-from canzona_compile.runtime.device_scalars import DeviceProgram, with_device_numbers
+from canzona_compile.runtime.device_scalars import with_device_numbers
 from canzona_compile.runtime.gradient_copies import GradientCopies
 from canzona_compile.runtime.graph_recorder import GraphRecorder, Run
 from canzona_compile.runtime.scalar_ops import DeviceNumber
@@ -123,7 +123,6 @@ class Replay:
     Attributes:
         recordings: how many recordings were made so far.
         stopped: why the program is not recorded, or not any more; empty if it may be.
-        wandered: whether it ran call by call beside recordings of its own, because its tensors were elsewhere.
         copies: the gradients that are copied before a recording reads them.
     """
 
@@ -140,7 +139,6 @@ class Replay:
         self.recorder = recorder or GraphRecorder(device)
         self.stopped = obstacle(program) if wanted else "cuda_graphs=False"
         self.recordings = 0
-        self.wandered = False
         self.copies = GradientCopies({} if gradients is None else gradients)
         self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
         self._problem = ""  # of the last recording that failed
@@ -178,12 +176,6 @@ class Replay:
         count = sum(replay is not None for replay in next(iter(self._known.values())).replays)
         return f"{'a CUDA graph' if count == 1 else f'{count} CUDA graphs'}, recorded {times}"
 
-    def recorded(self) -> DeviceProgram | None:
-        """Return what is or will be recorded of the program, as far as the steps so far show; None if nothing is."""
-        if not self.stopped and self._numbers is None:
-            self._prepare([list(self.program.inputs)[i] for i in self._hypers])
-        return None if self.stopped else self._split
-
     def run(self, arguments: Sequence[Any]) -> None:
         """Run the program once.
 
@@ -209,7 +201,6 @@ class Replay:
             return
         if key != self._last:
             self._last, self._rehearsed = key, False
-            self.wandered |= bool(self._known)
             if self._tried == MOST_RECORDINGS:
                 self._stop("its tensors are elsewhere every few steps, or a number changes that an operator keeps")
             self._plainly(arguments)

@@ -236,18 +236,15 @@ def lower(
     return run(part, lowering_passes(options, symmetric), observers)
 
 
-def proposed_capacity(owned: Step, device: torch.device, every: Sequence[Options]) -> int:
-    """The capacity that this rank proposes for a plan: one of before, or by the memory that is free; 0 for none.
+def proposed_capacity(every: Sequence[Options], free: int | None) -> int:
+    """The capacity that this rank proposes for a plan: one of before, or by the free bytes, if known; 0 for none.
 
-    Buffers stay between steps, so what a forward and a backward pass needed at most so far is not free. The options are
-    those of the optimizer that plans, and then those of a chain, whose members have one capacity.
+    The options are those of the optimizer that plans, and then those of a chain, whose members have one capacity.
     """
-    if every[0].capacity is not None or every[0].plan is not None or owned.machine.device != "cuda":
+    if every[0].capacity is not None or every[0].plan is not None or free is None:
         return 0
-    if known := [size for options in every for _, size in options.agreed]:
-        return min(known)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return capacity_within(torch.cuda.mem_get_info(device)[0] + unused)
+    known = [size for options in every for _, size in options.agreed]
+    return min(known, default=capacity_within(free))
 
 
 def whole(plan: Plan, options: Options) -> Step:

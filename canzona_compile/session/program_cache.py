@@ -93,11 +93,6 @@ class ProgramCache:
         return iter(self._programs.values())
 
     @property
-    def gradient_sizes(self) -> list[int]:
-        """The bytes of each copy of a gradient that programs share."""
-        return [copy.nbytes for copy in self._memory.gradients.values()]
-
-    @property
     def buffer_sizes(self) -> list[int]:
         """The bytes of each slot that programs share."""
         return self._memory.sizes

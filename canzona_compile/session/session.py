@@ -304,7 +304,8 @@ class Session(PortableState):
                 has = driver.begin()
             agreement.report(members, problem_of(driver.check))
             sessions = (self,) if self.siblings is None else self.siblings.sessions
-            proposed = proposed_capacity(plan.owned, self.device, [self.options, *(s.options for s in sessions)])
+            free = free_memory(self.device) if plan.owned.machine.device == "cuda" else None
+            proposed = proposed_capacity([self.options, *(s.options for s in sessions)], free)
             agreed = agreement.compare(plan.owned, self.options.text, has, proposed)
             self.options = driver.maker.options = replace(self.options, agreed=agreed or self.options.agreed)
             if not self._in_dummy_step:  # a checkpoint may be loaded after it and make the copies equal
@@ -406,6 +407,12 @@ class Session(PortableState):
             self.driver.forget_programs()
         self.driver, self.has_dummy_state, self._consolidated = None, False, None
         self.measuring.found = None
+
+
+def free_memory(device: torch.device) -> int:
+    """The bytes of a GPU that buffers may take: what forward and backward needed at most so far is not among them."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 @contextlib.contextmanager

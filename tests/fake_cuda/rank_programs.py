@@ -25,13 +25,12 @@ from canzona_compile.ir.step import Role, Step
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.program_memory import ProgramTensors
 from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.session.plan import emit
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.on_device import DeviceExecutor, look, on_stand_in
 from tests.fake_cuda.tensors import plainly
-from tests.lowering.emitted_steps import CUDA, scheduled
+from tests.lowering.emitted_steps import CUDA, ProgramTensors, scheduled
 
 Plant = Callable[[fx.GraphModule], None]  # makes a mistake in the program of rank 0
 
@@ -138,24 +137,6 @@ class ProgramRun:
             self.executor.run()
         for key in sorted(tensors.gradients):
             write(tensors.leaves[key], None)
-
-
-def held_values(steps: list[Step], cuda_graphs: bool, count: int = 3) -> list[list[int]]:
-    """For each rank and step, the most bytes that the program's computed values held at one time."""
-
-    def work(rank: int) -> list[int]:
-        device = current_device()
-        made = ProgramRun(steps[rank].program, RankTensors(steps[rank], rank, steady), cuda_graphs)
-        found = []
-        for at in range(count):
-            before = device.most = device.held
-            made.step(at)
-            found.append(device.most - before)
-        look()
-        return found
-
-    with on_stand_in(0, len(steps)) as run:
-        return run(work)
 
 
 def run_programs(

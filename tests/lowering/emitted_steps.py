@@ -7,13 +7,15 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Muon, Optimizer
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
-from canzona_compile.ir.step import Form, Step, Task, Template
+from canzona_compile.ir.program import Bytes, Fragments, Indices, Input, Residents, ScalarInput, Views, Whole
+from canzona_compile.ir.step import Form, Role, Step, Task, Template
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.passes import planning_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
@@ -23,6 +25,7 @@ from examples.optimizers.soap import SOAP
 from tests.harness.samples import grid_of, rows_layout
 
 CUDA = Machine("cuda", "nccl", 1)
+NUMBER = 0.5  # stands for every hyperparameter
 
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {"muon": Muon, "soap": SOAP, "shampoo": Shampoo}
 
@@ -66,3 +69,56 @@ def scheduled(name: str, grid: tuple[int, int], matrices: int, variant: int, mac
     captured = Step(Form.CAPTURED, name, machine, tuple(dict.fromkeys(used)), tuple(tasks))
     owned, _ = run(captured, planning_passes(chosen))
     return lower(owned, [t.name for t in owned.tasks], chosen)[0]
+
+
+class ProgramTensors:
+    """Tensors and numbers for the inputs of a program, of the right shapes and dtypes; their values mean nothing.
+
+    Args:
+        step: a step of form EMITTED.
+        rank: the global rank that the program is for.
+    """
+
+    def __init__(self, step: Step, rank: int) -> None:
+        self.step, self.rank = step, rank
+        self.slots = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in step.program.slots]
+        self._leaves: dict[tuple[str, str], Tensor] = {}
+
+    def of(self, value: Input) -> Any:
+        """The argument for an input; None for process groups and what waits for them."""
+        match value:
+            case Views(views):
+                return [v.of(self.slots) for v in views]
+            case Whole(view):
+                return view.of(self.slots)
+            case Indices(index):
+                return list(index)
+            case Bytes(counts):
+                return list(counts)
+            case Fragments(_, leaf, tasks):
+                return [self.leaf(leaf, task, whole=False) for task in tasks]
+            case Residents(leaf, tasks):
+                return [self.leaf(leaf, task, whole=True) for task in tasks]
+            case ScalarInput():
+                return NUMBER
+        return None
+
+    def leaf(self, name: str, task: str, whole: bool) -> Tensor:
+        """Make a leaf of a task: this rank's fragment of it, or all of it.
+
+        Args:
+            name: the name of the leaf.
+            task: the name of the task.
+            whole: whether to make all of it.
+        """
+        if (task, name) not in self._leaves:
+            own = self.step.task(task)
+            placed = self.step.placed_of(own)
+            leaf = next(n for n in (*placed.template.state, *placed.template.inputs) if n.name == name)
+            box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
+            shape = box.size if leaf.shape == own.shape and not whole else leaf.shape
+            made = torch.ones(shape, dtype=leaf.dtype, device="cpu")
+            if leaf.role is Role.STATE and len(shape) == 2 and shape[0] == shape[1]:
+                made = torch.eye(shape[0], dtype=leaf.dtype, device="cpu")  # what decompositions take
+            self._leaves[task, name] = made
+        return self._leaves[task, name]

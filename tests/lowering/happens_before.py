@@ -24,7 +24,7 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Input, Program, StreamSet
 from canzona_compile.ir.step import Step
-from canzona_compile.runtime.program_memory import ProgramTensors
+from tests.lowering.emitted_steps import ProgramTensors
 
 Clock = dict[str, int]
 

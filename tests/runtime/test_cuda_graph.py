@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 def programs_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are written as for CUDA: operator by operator where the CPU's have torch's foreach functions."""
     monkeypatch.setattr(plan, "machine_of", lambda params, rates=None: Machine("cuda", "nccl", 1, rates))
-    monkeypatch.setattr(session, "proposed_capacity", lambda *_: 0)  # a device would be asked for its memory
+    monkeypatch.setattr(session, "free_memory", lambda device: 0)
 
 
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
