@@ -98,13 +98,9 @@ def surveyed(trial: Trial) -> Finding:
             finding = replace(finding, seconds=time.perf_counter() - begin)
             found += [wrapped.step(number) for number in range(1, steps)]
             finding = replace(finding, **figures(wrapped.optimizer))
-            resident = "own object" in finding.mode
-            if resident and draws(Run(trial, matrices(trial))):  # from generators of its own, the same on any ranks
-                snapshots = unshared(trial)
             params = compared(found, snapshots)
             state = Tally()
-            if not resident:  # whose state has a form of its own
-                state.add(dict(wrapped.leaves()), dict(plain.leaves()))
+            state.add(dict(wrapped.leaves()), dict(plain.leaves()))
     except CanzonaError as error:
         return replace(finding, outcome=REFUSED if isinstance(error, REFUSALS) else ERROR, reason=told(error))
     except Exception as error:
@@ -114,14 +110,6 @@ def surveyed(trial: Trial) -> Finding:
         return replace(finding, outcome=finding.mode)
     place = params.worst().where or state.worst().where
     return replace(finding, outcome=WRONG, reason=f"first at {place} {finding.reason}".strip())
-
-
-def unshared(trial: Trial) -> list[Matrices]:
-    """The whole matrices after each step of the wrapped optimizer, on this rank alone."""
-    with untouched():
-        alone = Run(trial, matrices(trial))
-        canzona_compile.wrap(alone.optimizer)
-        return [alone.step(number) for number in range(trial.steps)]
 
 
 def compared(found: Sequence[Matrices], expected: Sequence[Matrices]) -> Tally:

@@ -74,10 +74,6 @@ class CanzonaWarning(UserWarning):
         return f"{super().__str__()}\n{page_of(type(self))}"
 
 
-class OneRankSteps(CanzonaWarning):
-    """One rank steps all parameters of the optimizer, which depend on one another, and keeps their state."""
-
-
 class EveryRankComputes(CanzonaWarning):
     """Every rank computes all updates, although ranks could share them, or each rank trains its own model."""
 

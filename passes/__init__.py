@@ -54,7 +54,6 @@ from canzona_compile.passes.form_buckets import FormBuckets
 from canzona_compile.passes.fuse_collectives import FuseCollectives
 from canzona_compile.passes.gram import GramIterations
 from canzona_compile.passes.micro_group import FormMicroGroups
-from canzona_compile.passes.one_owner import OneOwner
 from canzona_compile.passes.owner_replica import OwnerReplica
 from canzona_compile.passes.padding import Padding
 from canzona_compile.passes.place import Place
@@ -74,7 +73,6 @@ __all__ = [
     "FuseCollectives",
     "GramIterations",
     "InheritOwners",
-    "OneOwner",
     "OwnerReplica",
     "Padding",
     "Place",
@@ -108,7 +106,6 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
         Place(exact=exact),
         *([] if exact else [GramIterations()]),
         assign,
-        OneOwner(),
     ]
 
 

@@ -18,7 +18,6 @@ from canzona_compile.ir.fx_utils import (
     ancestors,
     descendants,
     from_numbers,
-    has_effect,
     outputs,
     placeholders,
     pointwise,
@@ -289,8 +288,7 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
     kept = [n for n in ordered if n in early and n.op != "placeholder" and n in needed]
     assert not late & early, "a value goes back to the owner from which it came"
     prepare = subgraph(graph, [], [*gather, *kept])
-    effects = [n for n in ordered if n in owner and has_effect(n)]
-    compute = subgraph(graph, gather, [*scatter, *(new[w] for w in owner_writes)], effects)
+    compute = subgraph(graph, gather, [*scatter, *(new[w] for w in owner_writes)])
     apply = subgraph(graph, [*scatter, *kept], [new[w] for w in fragment_writes])
     cost = symbolic_flops(compute, template)
     return Placed(

@@ -154,6 +154,12 @@ def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module 
     Raises:
         CanzonaError: a pattern fits no parameter of any optimizer, or the model lacks a parameter.
     """
+    if options.one_per_matrix is not None and len(members) > 1:
+        raise CanzonaError(
+            "one_per_matrix= makes objects of one class, but there are several optimizers",
+            at="the option one_per_matrix",
+            hint="wrap the optimizer that needs it by itself, then chain(wrap(optimizer, one_per_matrix=...), other)",
+        )
     names_of = [() if model is None else names_in(model, own) for own in members]
     prefixes = [f"{plain_class(own).__name__}{i}." for i, own in enumerate(members)]
     known = [

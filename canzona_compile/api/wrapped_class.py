@@ -82,6 +82,11 @@ def rebind_scheduled_step(optimizer: Optimizer) -> None:
     optimizer.__dict__["step"] = step
 
 
+def saved_by(optimizer: Any, plain: type[Optimizer]) -> type[Optimizer]:
+    """The class whose state dicts a wrapped optimizer has. What its own adds, objects of matrices have in theirs."""
+    return plain if optimizer.canzona.session.options.one_per_matrix is None else Optimizer
+
+
 @functools.cache
 def wrapped_class(plain: type[Optimizer]) -> type[Any]:
     """Make the subclass of an optimizer class whose `step` goes through canzona_compile.
@@ -108,12 +113,12 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
     def state_dict(self: Any) -> dict[str, Any]:
         with self.canzona.session.portable_state():
-            return plain.state_dict(self)
+            return saved_by(self, plain).state_dict(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         with self.canzona.session.turns.take("load_state_dict()"):
             before = self.param_groups
-            plain.load_state_dict(self, state_dict)
+            saved_by(self, plain).load_state_dict(self, state_dict)
             keep_tuples(self, before)
             keep_as_saved(self, state_dict)
             self.canzona.session.forget_plan()

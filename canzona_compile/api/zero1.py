@@ -98,7 +98,7 @@ def zero1(
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
         agreement.agree("\n".join([said, *(own.text for own in each), *described(model, params)]), None)
     send_from_first(model, group)
-    captures = [Capture(own) for own in optimizers]
+    captures = [Capture(own, its.one_per_matrix) for own, its in zip(optimizers, each, strict=True)]
     joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(joint, params, group.rank)
     sessions = [

@@ -10,9 +10,7 @@ import torch
 
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import Variant, state_leaf
-from canzona_compile.eager.nodes import Part
-from canzona_compile.eager.own_object import Recipe
-from canzona_compile.eager.publish import CoupledUpdate
+from canzona_compile.eager.own_object import Maker
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
 from canzona_compile.ir.variant_period import Counters, VariantPeriod, variant_period_of
@@ -29,13 +27,12 @@ class ParamKind:
     """
 
     recorder: StepRecorder | None
-    templates: dict[Variant | Part | None, Template]
+    templates: dict[Variant | None, Template]
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
     transitional: bool = False  # whether the next step is interpreted because it changes the form of the state
-    recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
-    coupled: CoupledUpdate | None = None  # what its step does, if it steps together with others
+    maker: Maker | None = None  # makes the optimizer object of a matrix, if each has one of its own
 
     @property
     def by_dispatch(self) -> bool:

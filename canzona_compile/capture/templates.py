@@ -20,13 +20,13 @@ from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, 
 from canzona_compile.compat.interrupts import interrupted_here, uninterrupted
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.telling import tell
-from canzona_compile.eager.nodes import EagerStep, coupled_templates, interpreted_template
-from canzona_compile.eager.publish import CoupledUpdate
+from canzona_compile.eager.nodes import interpreted_template
+from canzona_compile.eager.own_object import Maker
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.step import Role, Template
+from canzona_compile.rehearsal.contract import broken, object_per_matrix
 from canzona_compile.rehearsal.diagnosis import NamesByGroup
-from canzona_compile.rehearsal.rehearsal import Rehearsal, closure_problem
-from canzona_compile.rehearsal.ways import Ways
+from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, rehearse
 from canzona_compile.replica.attribute_watch import AttributeWatch
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
 from canzona_compile.replica.leaves import python_leaves
@@ -44,6 +44,7 @@ LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it
 MOST_FORM_CHANGES = 8  # if a state changes its form more often, its steps are interpreted for good
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 READS_VARIABLES = "its step calls os.getenv, which Dynamo takes for a constant"
+OWN_OBJECTS = "each matrix has an optimizer object of its own, which one_per_matrix= makes"
 COMPILED_BY_USERS = "its step calls functions that the user compiled, which round in a way of their own"
 
 
@@ -52,13 +53,13 @@ class Capture:
     """Captures each kind of parameter of one optimizer once, and each variant of its step once."""
 
     optimizer: Optimizer
+    maker: Maker | None = None  # of `one_per_matrix=`
     kinds: dict[KindKey, ParamKind] = field(default_factory=dict)
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
     _closure: str | None = None  # why its step cannot take one; None before anybody asked
     _watch: AttributeWatch = field(init=False)
-    ways: Ways = field(init=False)
     given: GradientAliases = field(init=False)
-    _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
+    _rehearsals: dict[Any, Habits] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
     _parity: EagerParity = field(init=False)
     _form_changes: dict[ParameterSpec, set[str]] = field(default_factory=dict)  # the counters at each
@@ -68,7 +69,6 @@ class Capture:
         self.given = GradientAliases()
         self._parity = EagerParity(self.optimizer)
         self._watch = AttributeWatch(self.optimizer)
-        self.ways = Ways(self.optimizer)
 
     @property
     def captures(self) -> int:
@@ -114,24 +114,38 @@ class Capture:
         spec = like.spec
         tell(f"capturing the update of {spec.dims or 'a scalar'} {spec.dtype_name}, {like.name}")
         manner = (key[1], len(spec.shape))
-        shown = self.ways.of(manner, self._rehearsals.values())
-        if shown is None and manner not in self._separable:
+        if self.maker is not None:
+            self.kinds[key] = kind = self.interpreted(spec, OWN_OBJECTS)
+            kind.maker = self.maker
+            return kind
+        if manner not in self._separable:
             if not check_separable(self.optimizer, like):
-                shown = self.ways.check_rehearsed(manner, like.name, self.rehearse())
+                self.check_rehearsed(like.name)
             self._separable.add(manner)
         interrupted_here()
-        kind = None if shown is not None else self._capture_ahead(key, like)
-        if kind is not None and kind.recorder is None:  # it may draw random numbers; if refused, it is not known
+        kind = self._capture_ahead(key, like)
+        if kind.recorder is None:  # it may draw random numbers; if refused, it is not known
             del self.kinds[key]
-            shown = self.ways.check_rehearsed(manner, like.name, self.rehearse())
-        if shown is not None:
-            kind = self._as_rehearsed(spec, shown)
-        assert kind is not None
+            self.check_rehearsed(like.name)
         self.kinds[key] = kind
         return kind
 
+    def check_rehearsed(self, name: str) -> None:
+        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows.
+
+        Raises:
+            UnsupportedOptimizer: steps draw random numbers, so that runs cannot be compared.
+        """
+        if self.rehearse().draws:
+            raise UnsupportedOptimizer(
+                f"{plain_class(self.optimizer).__name__} draws random numbers in code that cannot be traced, so "
+                "canzona_compile cannot check whether parameters depend on one another",
+                at=name,
+                hint=f"{broken(5)}; {object_per_matrix(self.optimizer)}",
+            )
+
     @uninterrupted
-    def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
+    def rehearse(self, names: NamesByGroup = ()) -> Habits:
         """Rehearse the optimizer, once for the groups and parameters that it has now.
 
         Args:
@@ -141,12 +155,14 @@ class Capture:
             UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
         """
         self._watch.begin(self._counting())
+        if self.maker is not None:  # each matrix steps alone
+            return Habits()
         if (cast := self._cast()) not in self._rehearsals:
             tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
-            self._rehearsals[cast] = rehearsal = self.ways.rehearse(names)
-            self.counts.update(rehearsal.counters)
-            self._rehearsals[self._cast()] = rehearsal  # without the counters that it found
-        return self.ways.with_habits(self._rehearsals[cast])
+            self._rehearsals[cast] = habits = rehearse(self.optimizer, names)
+            self.counts.update(habits.counters)
+            self._rehearsals[self._cast()] = habits  # without the counters that it found
+        return self._rehearsals[cast]
 
     def _cast(self) -> Any:
         counters = self.group_counters()
@@ -164,20 +180,16 @@ class Capture:
             UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
         """
         moved, rehearse_again = self._watch.changes(self._counting())
-        self._watch.check_followed(any(rehearsal.resident for rehearsal in self._rehearsals.values()))
+        self._watch.check_followed(self.maker is not None)
         for recorder in {k.recorder for k in self.kinds.values() if k.recorder is not None} if moved else ():
             recorder.refresh(self.optimizer)
-        if not rehearse_again:
+        if not rehearse_again or self.maker is not None:
             return False
         before = self._rehearsals.get(self._cast())
         self._rehearsals.clear()
         now = self.rehearse()
-        if before is not None:
-            before = self.ways.with_habits(before)
-            if before.coupled is not None and before.coupled.shows(now.coupled):
-                now = replace(now, coupled=before.coupled)  # what only the first steps changed has changed by now
-            if replace(before, recipe=None) == replace(now, recipe=None):
-                return False
+        if before == now:
+            return False
         self.forget_kinds()
         return True
 
@@ -188,16 +200,11 @@ class Capture:
 
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""
-        shown = {path.split("/")[1] for r in self._rehearsals.values() if r.recipe for path in r.recipe.shared}
-        shown |= {name for update in self._coupled_updates() for name in update.attributes}
-        return shown | {counter.key for counter in self.counts if counter.home == "self"}
+        return {counter.key for counter in self.counts if counter.home == "self"}
 
     def _draws(self) -> bool:
         """Whether steps draw random numbers, the first one at least."""
-        return any(rehearsal.draws for rehearsal in self._rehearsals.values())
-
-    def _coupled_updates(self) -> list[CoupledUpdate]:
-        return [rehearsal.coupled for rehearsal in self._rehearsals.values() if rehearsal.coupled is not None]
+        return any(habits.draws for habits in self._rehearsals.values())
 
     @uninterrupted
     def check_closure(self) -> None:
@@ -215,9 +222,8 @@ class Capture:
             )
 
     def group_counters(self) -> frozenset[str]:
-        """Return the keys of parameter groups in which the step counts, or keeps what belongs to all parameters."""
-        counts = frozenset(counter.key for counter in self.counts if counter.home == "group")
-        return counts.union(*(update.hyperparameters for update in self._coupled_updates()))
+        """Return the keys of parameter groups in which the step counts."""
+        return frozenset(counter.key for counter in self.counts if counter.home == "group")
 
     def elsewhere(self) -> Counts:
         """Return the current counters that are neither in a parameter group nor in the state of a parameter."""
@@ -230,7 +236,7 @@ class Capture:
             like: the parameter.
             failed: why Dynamo cannot; empty if that is not known yet.
         """
-        if not failed and any(rehearsal.reads_variables for rehearsal in self._rehearsals.values()):
+        if not failed and any(habits.reads_variables for habits in self._rehearsals.values()):
             failed = READS_VARIABLES
         reasons = [failed] if failed else []
         for way in WAYS[len(reasons) :]:
@@ -340,18 +346,6 @@ class Capture:
             changes = self._form_changes.setdefault(like.spec, set())
             changes.add(str((python_leaves(like.state or {}), self.elsewhere())))
             kind.transitional = len(changes) <= MOST_FORM_CHANGES
-
-    def _as_rehearsed(self, spec: ParameterSpec, shown: Rehearsal) -> ParamKind:
-        """Make a kind whose owner rank steps all parameters at once, or each by an optimizer object of its own."""
-        label = self._label(spec)
-        if shown.coupled is not None:
-            why = f"one rank steps all parameters at once, because {shown.coupled.reason}"
-            templates = coupled_templates(label, spec, why)
-        else:
-            why = f"one whole optimizer object per matrix, because {shown.resident}"
-            templates = {None: interpreted_template(label, spec, why, target=EagerStep(name="resident_step"))}
-        log.info("%s is eager: %s", label, why)
-        return ParamKind(None, {**templates}, (), {}, recipe=shown.recipe, coupled=shown.coupled)
 
     def _label(self, spec: ParameterSpec) -> str:
         kind = plain_class(self.optimizer).__name__.lower()

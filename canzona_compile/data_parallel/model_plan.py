@@ -12,7 +12,7 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.telling import SOON, shown
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, problem_of
+from canzona_compile.errors import CanzonaError, problem_of
 from canzona_compile.ir.bucket import ALIGNMENT
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
@@ -105,7 +105,6 @@ def plan_model(
             b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
         ]
         found = [b for b in light if b.origin.requires_grad]
-        check_independent(found)
         if unknown := [b.name for b in found if b.name not in order]:
             raise CanzonaError(
                 "the optimizer and the model have different names for this parameter",
@@ -132,22 +131,6 @@ def plan_model(
     if (plan := options[0].plan) is not None:
         plan.check_followed(made.scheduled(options[0]))
     return made
-
-
-def check_independent(bound: Iterable[BoundParam]) -> None:
-    """Raise if an optimizer steps parameters together, because then gradients cannot go to several owners.
-
-    Raises:
-        UnsupportedOptimizer: it does.
-    """
-    for b in bound:
-        if b.kind.coupled is not None:
-            raise UnsupportedOptimizer(
-                f"zero1 spreads matrices over owner ranks, but {b.kind.coupled.reason}",
-                at=b.name,
-                hint="use DistributedDataParallel with wrap(optimizer, replicate=mesh); one rank then steps all "
-                "parameters",
-            )
 
 
 def in_model_order(

@@ -231,7 +231,7 @@ class OwnerSession(Session):
 
     @property
     def has_objects(self) -> bool:
-        return self._stepped and any(bound.kind.recipe is not None for bound in self._bound.values())  # on any rank
+        return self._stepped and any(bound.kind.maker is not None for bound in self._bound.values())  # on any rank
 
     def leave(self) -> None:
         """Put whole state into `optimizer.state` and drop the plan. This is a collective.

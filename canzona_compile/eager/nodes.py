@@ -7,10 +7,7 @@ code creates the state.
 
 from __future__ import annotations
 
-import enum
 import operator
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,11 +27,10 @@ class EagerStep:
     Args:
         leaves: the names of the tensor leaves of the state that the graph returns.
         name: of the node.
-        has_effect: whether the graph has it also where nothing reads what it returns.
     """
 
-    def __init__(self, leaves: tuple[str, ...] = (), name: str = "eager_step", has_effect: bool = False) -> None:
-        self.leaves, self.has_effect = leaves, has_effect
+    def __init__(self, leaves: tuple[str, ...] = (), name: str = "eager_step") -> None:
+        self.leaves = leaves
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -51,72 +47,6 @@ class EagerStep:
         new, state = task.context.step(task.name, param, grad)
         found = dict(state_leaves(state)) if self.leaves else {}
         return (new, *(found[name] for name in self.leaves))
-
-
-class BringStep:
-    """Target of a graph node: (task, param, grad or nothing) -> nothing. The owner keeps them until all step."""
-
-    __name__ = __qualname__ = "bring"
-    has_effect = True
-
-    def __call__(self, task: EagerTask, param: Tensor, grad: Tensor | None = None) -> None:
-        """Keep copies of the parameter and its gradient, if it has one; the arguments are those of `EagerStep`."""
-        task.context.bring(task.name, param, grad)
-
-
-class TakeStep:
-    """Target of a graph node: task -> new param, once the owner has stepped all parameters."""
-
-    __name__ = __qualname__ = "take"
-    has_effect = True  # so that it runs once, on the owner, also for a scalar
-
-    def __call__(self, task: EagerTask) -> Tensor:
-        """Return the new value of the task's parameter."""
-        return task.context.take(task.name)
-
-
-class Part(enum.Enum):
-    """The templates of a parameter that steps with all others. BRING or STILL runs first, and TAKE after it."""
-
-    WHOLE = "whole"  # stands for both in plans and reports
-    BRING = "bring"
-    STILL = "still"  # in the place of BRING for a parameter that has no gradient
-    TAKE = "take"
-
-
-def coupled_templates(name: str, spec: ParameterSpec, reason: str) -> Mapping[Any, Template]:
-    """Make the templates of a parameter whose owner steps all parameters at once.
-
-    Args:
-        name: of the templates.
-        spec: shape and dtypes of the parameter and its gradient.
-        reason: why the step is not compiled, for reports.
-
-    Returns:
-        WHOLE as `interpreted_template` makes it; BRING with the leaves `task`, `param` and `grad`, which writes
-        nothing; STILL, which is BRING without `grad`; TAKE with the leaves `task` and `param`, which writes `param`.
-    """
-    task = Leaf(Role.TASK, "task")
-    param = Leaf(Role.PARAM, "param", spec.shape, spec.dtype)
-    grad = Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype)
-    leaves = {Part.BRING: (task, param, grad), Part.STILL: (task, param), Part.TAKE: (task, param)}
-    # It never runs: plans of whole-model steps have it, also for a scalar, in place of the two parts.
-    whole = interpreted_template(name, spec, reason, target=EagerStep(has_effect=True))
-    found = {Part.WHOLE: replace(whole, family=name, coupled=True)}
-    for part, inputs in leaves.items():
-        graph = fx.Graph()
-        nodes = [placeholder(graph, leaf) for leaf in inputs]
-        if part is not Part.TAKE:
-            graph.call_function(BringStep(), tuple(nodes))
-            graph.output(())
-        else:
-            new = graph.call_function(TakeStep(), (nodes[0],))
-            new.meta["val"] = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            graph.output((new,))
-        writes = ("param",) if part is Part.TAKE else ()
-        own = Template(f"{name}_{part.value}", spec.shape, spec.dtype, inputs, writes, graph, reason)
-        found[part] = replace(own, family=name, coupled=True)
-    return found
 
 
 def placeholder(graph: fx.Graph, leaf: Leaf) -> fx.Node:

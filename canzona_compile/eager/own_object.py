@@ -1,137 +1,100 @@
-"""Residents: one ordinary optimizer object per matrix, whole, on its owner, for the whole run.
+"""Own objects: one ordinary optimizer object per matrix, whole, on its owner, for the whole run.
 
 It is the way for optimizers that keep on themselves what belongs to a parameter. Nothing of them is shared or copied:
-the object is made by its class's constructor, gets whole gradients, and steps.
+the user's function makes the object (`one_per_matrix=`), it gets whole gradients, and steps. Its state is what its own
+`state_dict` returns: tensors as leaves by path, and all else as text in one leaf beside them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.errors import CanzonaError, some
-from canzona_compile.replica.construction import Construction, NotConstructible
-from canzona_compile.replica.homes import hypers, own_attributes
-from canzona_compile.replica.object_state import (
-    NOTES,
-    KeptPlace,
-    NoPlace,
-    lacking,
-    numbers_in,
-    pattern_of,
-    places,
-    put_back,
-    saved,
-    texts_of,
-)
+from canzona_compile.compat.torch_private import pytree
+from canzona_compile.errors import CanzonaError
+from canzona_compile.replica.homes import atoms_of, hypers
+from canzona_compile.replica.leaves import leaf_name
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import MatrixGenerators
-from canzona_compile.replica.snapshot import Contents, Snapshot, changed
-from canzona_compile.replica.twin import as_written, step_plainly
+from canzona_compile.replica.twin import step_plainly
 
-OWN_OBJECT = "resident"  # the key of the object in `optimizer.state[param]` on its owner
-GENERATOR, CUDA_GENERATOR = "generator", "generator_cuda"  # leaves of its portable state, beside what it keeps
-TRIALS = 12  # steps of an object that is loaded, at most, until it has all the state that was saved
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Recipe:
-    """How to make a resident, and what it keeps.
-
-    Attributes:
-        construction: how to construct the optimizer.
-        attributes: the attributes in which its steps keep something.
-        hyperparameters: the hyperparameters in which they do, such as a counter in the group.
-        numbers: the patterns of paths, see `kept`, at which numbers change. Others are options, and belong to the
-            constructor's arguments.
-        shared: the paths in attributes at which something is kept once for all parameters, such as a counter.
-    """
-
-    construction: Construction
-    attributes: frozenset[str] = frozenset()
-    hyperparameters: frozenset[str] = frozenset()
-    numbers: frozenset[str] = frozenset()
-    shared: frozenset[str] = frozenset()
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the real optimizer has to be shown something that the objects count."""
-        return bool(self.shared or self.hyperparameters)
+Maker = Callable[[list[torch.nn.Parameter]], Optimizer]  # makes an optimizer of some parameters
+OWN_OBJECT = "object"  # the key of the object in `optimizer.state[param]` on its owner
+GENERATOR, CUDA_GENERATOR = "generator", "generator_cuda"  # leaves of its portable state, beside its state dict
+NOTES = "notes"  # the leaf that holds the state dict with names of leaves in place of tensors
+NOTES_BYTES = 4096  # it is padded to multiples of this, because checkpoints load tensors into ones of equal size
 
 
 class OwnObject:
     """An optimizer object with one whole parameter.
 
     Args:
-        recipe: how to make it.
+        make: makes it.
         name: the name of the matrix. It seeds the generators that the object draws from.
         spec: the shape, dtypes, device and marks of the parameter.
-        group: the parameter group of the real optimizer.
-        began: the hyperparameters that the group had when the real optimizer was constructed.
+        real: the wrapped optimizer.
+        group: its parameter group, whose hyperparameters the object gets.
+        values: the values that the parameter has while the object is made; None for zeros.
 
     Attributes:
-        optimizer: the object, of the class that the user wrote.
+        optimizer: the object.
         param: its parameter, which has memory of its own.
+        stepped: whether it has taken a step.
 
     Raises:
-        NotConstructible: the constructor fails.
+        CanzonaError: `make` fails, or returns something else than an optimizer of this parameter.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        make: Maker,
         name: str,
         spec: ParameterSpec,
+        real: Optimizer,
         group: Mapping[str, Any],
-        began: Mapping[str, Any] | None = None,
+        values: Tensor | None = None,
     ) -> None:
-        self.recipe, self.name, self.spec = recipe, name, spec
-        self.param = torch.nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device))
+        self.name, self.stepped = name, False
+        began = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if values is None else values
+        self.param = torch.nn.Parameter(began.detach().clone(memory_format=torch.contiguous_format))
         if spec.grad_dtype != spec.dtype:
             self.param.grad_dtype = spec.grad_dtype
         vars(self.param).update(spec.marks)
         self.generators = MatrixGenerators(name, spec.device)
-        with self.generators.in_use():
-            own = {**hypers(group), "params": [self.param], "param_names": [name]}
-            self.optimizer: Optimizer = recipe.construction.make([own], [] if began is None else [began])
-        self._given = dict(hypers(group)), dict(recipe.construction.atoms)
-        self._texts: dict[str, Any] | None = None  # those after the first step
-        self._still = self._rest()
-        if sharded := [path for path, place in self._all_places().items() if isinstance(place.value, DTensor)]:
-            raise NotConstructible(f"it holds DTensors in {some(sharded)}, which belong to the model")
-        self._first_numbers = numbers_in(self._all_places())
+        with self.generators.in_use(), torch.enable_grad():
+            self.optimizer = made_by(make, self.param, name)
+        self._atoms = atoms_of(real)
+        self._given: dict[str, Any] = {}
+        self._own_group.update(hypers(group))
+        self._given = dict(hypers(group))
+
+    @property
+    def _own_group(self) -> dict[str, Any]:
+        group: dict[str, Any] = self.optimizer.param_groups[0]
+        return group
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def follow(self, group: Mapping[str, Any], atoms: Mapping[str, Any]) -> None:
-        """Take over what users changed since the last step, beside what steps change themselves.
+    def follow(self, group: Mapping[str, Any], real: Optimizer) -> None:
+        """Take over what users changed since the last step in the parameter group and in plain attributes.
 
         Args:
-            group: the parameter group of the real optimizer.
-            atoms: its attributes that are plain values.
+            group: the parameter group of the wrapped optimizer.
+            real: the wrapped optimizer.
         """
-        recipe = self.recipe
-        homes: list[tuple[Any, Mapping[str, Any], Mapping[str, Any], Container[str]]] = [
-            (self.optimizer.param_groups[0], self._given[0], hypers(group), recipe.hyperparameters),
-            (vars(self.optimizer), self._given[1], atoms, recipe.attributes),
-        ]
-        followed = False
-        for home, before, now, counted in homes:
-            for name, value in now.items():
-                if name not in counted and (name not in before or differs(before[name], value)):
-                    home[name] = value
-                    followed = True
-        self._given = dict(hypers(group)), dict(atoms)
-        if followed:
-            self._still = self._rest()
+        atoms, given = atoms_of(real), hypers(group)
+        for home, before, now in (
+            (self._own_group, self._given, given),
+            (vars(self.optimizer), self._atoms, atoms),
+        ):
+            home.update({k: v for k, v in now.items() if k not in before or differs(before[k], v)})
+        self._given, self._atoms = dict(given), atoms
 
     def step(self, param: Tensor, grad: Tensor) -> Tensor:
         """Take a step.
@@ -149,121 +112,194 @@ class OwnObject:
         with self.generators.in_use():
             step_plainly(self.optimizer)
         self.param.grad = None
-        if self._texts is None:
-            self._texts = texts_of(self._places())
+        self.stepped = True
         return self.param.detach().clone()
-
-    @property
-    def stepped(self) -> bool:
-        """Whether the object has taken a step."""
-        return self._texts is not None
-
-    def label(self, value: Any) -> str | None:
-        """Name the parameter and the optimizer, for a `Snapshot`."""
-        return "parameter" if value is self.param else "the optimizer" if value is self.optimizer else None
 
     # -- portable state --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Copy all that the object keeps, as plain tensors and numbers by path.
+        """Copy the object's state dict, as tensors by path. Of its group, what its steps changed.
 
         Raises:
-            CanzonaError: it keeps something that cannot be saved.
+            CanzonaError: it holds something that is neither a tensor nor plain.
         """
-        late = self.moving_numbers() - self.recipe.numbers
-        if places_changed := [*changed(self._still, self._rest()), *sorted(late)]:
-            raise CanzonaError(
-                f"the optimizer changed {some(places_changed)} after many steps for the first time, so it is not in "
-                "the checkpoint",
-                at=self.name,
-                hint="please report it; counters and buffers that change within the first 40 steps are saved",
-            )
+        whole = self.optimizer.state_dict()
+        changed = {
+            k: v
+            for k, v in hypers(whole["param_groups"][0]).items()
+            if k not in self._given or differs(self._given[k], v)
+        }
+        leaves: dict[str, Tensor] = {}
         try:
-            found = saved(self._places(), self._texts or {})
-        except NoPlace as error:
+            notes = packed({**whole, "param_groups": [changed]}, (), leaves)
+        except TypeError as error:
             raise CanzonaError(
-                f"what the optimizer keeps cannot be saved: {error}",
+                f"the state_dict() of {type(self.optimizer).__name__} {error}",
                 at=self.name,
-                hint="give these values different names",
+                hint="let its state_dict() return tensors, numbers and texts, in dicts, lists and tuples",
             ) from error
         kinds = (GENERATOR, CUDA_GENERATOR)
-        return {**found, **dict(zip(kinds, self.generators.states, strict=False))}
+        return {**leaves, NOTES: noted(notes), **dict(zip(kinds, self.generators.states, strict=False))}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what another object of the same optimizer kept.
-
-        Trial steps make the state that steps make; then the values are put in their places.
-
-        Args:
-            state: what `state` returned there. It may have gone through a checkpoint.
+        """Let the object load what `state` returned, maybe on other ranks. It may have gone through a checkpoint.
 
         Raises:
-            CanzonaError: it does not fit.
+            CanzonaError: a leaf is missing, or the object's `load_state_dict` fails.
         """
-        own = {path: value for path, value in state.items() if path not in (GENERATOR, CUDA_GENERATOR)}
         drawn = [state[kind].cpu().to(torch.uint8) for kind in (GENERATOR, CUDA_GENERATOR) if kind in state]
         try:
-            self._try_steps(own)
-            put_back(self._places(), own)
-        except NoPlace as error:
+            whole = unpacked(read_notes(state[NOTES]), state)
+            fresh = self.optimizer.state_dict()["param_groups"][0]
+            whole["param_groups"] = [{**fresh, **whole["param_groups"][0]}]
+            self.optimizer.load_state_dict(whole)
+        except Exception as error:  # whatever its code raises
             raise CanzonaError(
-                f"the saved state does not fit what the optimizer keeps: {error}",
+                f"the saved state does not fit the optimizer object of this matrix: {first_line(error)}{blamed(error)}",
                 at=self.name,
-                hint="load a checkpoint of the same optimizer class, built with the same arguments",
+                hint="load a checkpoint of the same optimizer, made by the same one_per_matrix=",
             ) from error
+        self._keep_dtypes(whole)
+        self.stepped = True
         if len(drawn) == len(self.generators.states):
             self.generators.states = drawn
 
-    def _try_steps(self, leaves: Mapping[str, Any]) -> None:
-        """Take steps with random numbers until the object has a place for every leaf, or too many."""
-        random = torch.Generator().manual_seed(0)
-        for _ in range(TRIALS):
-            values, grad = (torch.randn(self.spec.shape, generator=random, device="cpu") for _ in range(2))
-            before = self.generators.states
-            try:
-                with as_written():
-                    self.step(values.to(self.param), grad.to(self.spec.device, self.spec.grad_dtype))
-            except Exception as error:  # whatever its code raises
-                raise NoPlace(f"its step fails on random numbers: {first_line(error)}{blamed(error)}") from error
-            finally:
-                self.generators.states = before
-            if not lacking(self._places(), leaves):
-                break
+    def _keep_dtypes(self, whole: Mapping[str, Any]) -> None:
+        """Give loaded state the dtypes that it was saved with: torch casts it to that of the parameter."""
+        now, saved = self.optimizer.state.get(self.param), whole["state"].get(0)
+        if not now or not saved or pytree.tree_structure(dict(now)) != pytree.tree_structure(saved):
+            return
 
-    def moving_numbers(self) -> set[str]:
-        """The patterns of paths at which there are other numbers than at the beginning."""
-        now = numbers_in(self._all_places())
-        return {pattern_of(path) for path, value in now.items() if not same(self._first_numbers.get(path), value)}
+        def kept(loaded: Any, value: Any) -> Any:
+            if isinstance(loaded, Tensor) and isinstance(value, Tensor):
+                return loaded if loaded.dtype == value.dtype else value.detach().clone().to(loaded.device)
+            return value
 
-    def _places(self) -> dict[str, KeptPlace]:
-        """The places of what is saved."""
-        found = self._all_places()
-        options = {path for path in numbers_in(found) if pattern_of(path) not in self.recipe.numbers}
-        return {path: place for path, place in found.items() if path not in options}
-
-    def _all_places(self) -> dict[str, KeptPlace]:
-        return places(self.optimizer, self.param, self.recipe.attributes, self.recipe.hyperparameters)
-
-    def _rest(self) -> Contents:
-        """What lies in the attributes that do not change, with tensors by version."""
-        walk = Snapshot(self.label, bits=False)
-        changing = {*self.recipe.attributes, "defaults"}
-        walk.add_home("self", {k: v for k, v in own_attributes(self.optimizer).items() if k not in changing})
-        return walk.found
+        now.update(pytree.tree_map(kept, dict(now), saved))
 
 
-def same(one: Any, other: Any) -> bool:
-    """Compare two numbers; NaN is equal to itself."""
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+def made_by(make: Maker, param: torch.nn.Parameter, name: str) -> Optimizer:
+    """Let the user's function make the object of one parameter.
+
+    Raises:
+        CanzonaError: it fails, or returns something else.
+    """
+    try:
+        made = make([param])
+    except Exception as error:  # whatever the user's code raises
+        raise CanzonaError(
+            f"one_per_matrix= fails for this parameter: {first_line(error)}{blamed(error)}", at=name
+        ) from error
+    groups = made.param_groups if isinstance(made, Optimizer) else []
+    if len(groups) != 1 or len(groups[0]["params"]) != 1 or groups[0]["params"][0] is not param:
+        raise CanzonaError(
+            f"one_per_matrix= returns a {type(made).__name__} that does not hold exactly the parameter that it got",
+            at=name,
+            hint="pass a function such as one_per_matrix=lambda params: SOAP(params, lr=1e-3)",
+        )
+    return made
 
 
 def differs(one: Any, other: Any) -> bool:
     """Tell whether a hyperparameter was changed. A tensor is the same as long as it is the same object."""
     if one is other:
         return False
-    with contextlib.suppress(Exception):  # whatever a comparison of a user's class raises
+    try:
         return bool(one != other)
-    return True
+    except Exception:  # whatever a comparison of a user's class raises
+        return True
+
+
+# -- a state dict as leaves ------------------------------------------------------------------------
+
+
+def packed(value: Any, path: tuple[str, ...], leaves: dict[str, Tensor]) -> Any:
+    """Describe a value in terms of JSON, and collect its tensors.
+
+    Args:
+        value: the value.
+        path: the keys that lead to it. Leaves have slashes in their names, as dots mean pieces of fused parameters.
+        leaves: gets the tensors in it, by name.
+
+    Raises:
+        TypeError: it holds something else than tensors and plain values.
+    """
+    at = "/".join(path)
+    if isinstance(value, Tensor):
+        if leaf_name((at,)) in set(map(leaf_name, ((name,) for name in leaves))):
+            raise TypeError(f"has two values at {at}")
+        leaves[at] = value.detach().clone()
+        return {"tensor": at, "shape": list(value.shape)}
+    if isinstance(value, Mapping):
+        return {"dict": [[key_of(key, at), packed(v, (*path, part_of(key)), leaves)] for key, v in value.items()]}
+    if isinstance(value, list | tuple):
+        inside = [packed(v, (*path, str(i)), leaves) for i, v in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": inside}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    raise TypeError(f"has a {type(value).__name__} at {at}")
+
+
+def key_of(key: Any, at: str) -> Any:
+    """A key of a dict, as JSON has it; raises TypeError if it has no such key."""
+    if key is not None and type(key) not in (bool, int, float, str):
+        raise TypeError(f"has a key of type {type(key).__name__} in {at or 'its outermost dict'}")
+    return key
+
+
+def part_of(key: Any) -> str:
+    """A key as a part of a leaf's name."""
+    return str(key).replace(".", "_").replace("/", "_")
+
+
+def unpacked(notes: Mapping[str, Any], leaves: Mapping[str, Any]) -> Any:
+    """Make the value again that `packed` described; raises KeyError if a leaf is missing."""
+    ((kind, held),) = [(kind, held) for kind, held in notes.items() if kind != "shape"]
+    match kind:
+        case "tensor":
+            found: Tensor = leaves[held]
+            if list(found.shape) != notes["shape"]:
+                raise ValueError(f"{held} has shape {list(found.shape)}, but was saved with shape {notes['shape']}")
+            return found
+        case "dict":
+            return {key: unpacked(value, leaves) for key, value in held}
+        case "list":
+            return [unpacked(value, leaves) for value in held]
+        case "tuple":
+            return tuple(unpacked(value, leaves) for value in held)
+        case "bytes":
+            return bytes.fromhex(held)
+    return held
+
+
+def noted(notes: Mapping[str, Any]) -> Tensor:
+    """Write what `packed` described into a tensor of bytes, which every checkpoint takes."""
+    text = json.dumps(notes).encode()
+    text = text.ljust(-(-len(text) // NOTES_BYTES) * NOTES_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def read_notes(tensor: Tensor) -> dict[str, Any]:
+    """Read what `noted` wrote."""
+    found: dict[str, Any] = json.loads(bytes(tensor.cpu().to(torch.uint8).tolist()))
+    return found
+
+
+def saved_shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the tensors of a portable state by leaf name; a state may hold fragments of them."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def look(notes: Any) -> None:
+        if isinstance(notes, dict) and "tensor" in notes:
+            found[leaf_name((notes["tensor"],))] = tuple(notes["shape"])
+        elif isinstance(notes, dict | list):
+            for inside in notes.values() if isinstance(notes, dict) else notes:
+                look(inside)
+
+    look(read_notes(state[NOTES]))
+    return found
 
 
 def is_portable(state: Mapping[str, Any]) -> bool:
@@ -272,6 +308,6 @@ def is_portable(state: Mapping[str, Any]) -> bool:
 
 
 def portable_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the portable form of a parameter's state, in which its resident may be."""
+    """Return the portable form of a parameter's state, in which its own object may be."""
     own = state.get(OWN_OBJECT)
     return own.state() if isinstance(own, OwnObject) else state

@@ -127,7 +127,7 @@ def from_numbers(graph: fx.Graph, barred: Collection[str] = ()) -> set[fx.Node]:
     for node in graph.nodes:
         value = tensor_value(node)
         small = node.op != "output" and (value is None or value.ndim == 0)
-        if isinstance(node.target, CompiledCall) or has_effect(node):  # users' functions run once, on the owner
+        if isinstance(node.target, CompiledCall):  # users' functions run once, on the owner
             continue
         inputs_free = node.target not in barred if node.op == "placeholder" else found.issuperset(node.all_input_nodes)
         if small and inputs_free:
@@ -138,21 +138,13 @@ def from_numbers(graph: fx.Graph, barred: Collection[str] = ()) -> set[fx.Node]:
 # -- parts of graphs -----------------------------------------------------------------------------
 
 
-def has_effect(node: fx.Node) -> bool:
-    """Tell whether a call is there for what it does, also if nothing reads its value."""
-    return node.op == "call_function" and getattr(node.target, "has_effect", False)
-
-
-def subgraph(
-    graph: fx.Graph, inputs: Sequence[fx.Node], results: Sequence[Any], effects: Sequence[fx.Node] = ()
-) -> fx.Graph:
+def subgraph(graph: fx.Graph, inputs: Sequence[fx.Node], results: Sequence[Any]) -> fx.Graph:
     """Copy the part of a graph that computes some of its values.
 
     Args:
         graph: stays as it is.
         inputs: nodes that the part does not compute but takes, as its first placeholders, named like the nodes.
         results: what the part returns: nodes of the graph, or constants.
-        effects: calls that the part makes although it does not return their values.
 
     Returns:
         A graph whose placeholders are `inputs` and then the placeholders of `graph` that it reads.
@@ -166,7 +158,7 @@ def subgraph(
 
     for node in inputs:
         placeholder(node, node.name)
-    wanted = ancestors([*(n for n in results if isinstance(n, fx.Node)), *effects], stop=set(inputs))
+    wanted = ancestors([n for n in results if isinstance(n, fx.Node)], stop=set(inputs))
     for node in graph.nodes:
         if node not in wanted:
             continue
@@ -185,12 +177,12 @@ def graph_module(graph: fx.Graph, name: str) -> fx.GraphModule:
 
 
 def drop_dead_code(graph: fx.Graph) -> fx.Graph:
-    """Erase the calls whose values nothing reads, in place, and return the graph. Placeholders and effects stay.
+    """Erase the calls whose values nothing reads, in place, and return the graph. Placeholders stay.
 
     By default torch keeps random operators and assertions about traced numbers. Steps that draw random numbers are not
     captured as graphs, and an assertion guards nothing once the number that it is about is gone.
     """
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or has_effect(node))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return graph
 
 

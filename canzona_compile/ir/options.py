@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
@@ -48,6 +50,7 @@ class StepOptions(PlanningOptions, total=False):
     plan: str | Path | PlanFile | None
     cuda_graphs: bool
     audit: int | None
+    one_per_matrix: Callable[[list[Parameter]], Optimizer] | None
 
 
 class WrapOptions(StepOptions, total=False):
@@ -105,6 +108,9 @@ class Options:
             call; that takes more host time, and no memory for recordings.
         audit: if given, every so many steps all ranks compute one matrix of each kind once more, whole, by the class's
             own step, and raise if a bit differs. It costs a gather of these matrices and their update on every rank.
+        one_per_matrix: a function that makes an optimizer of the parameters that it gets, such as
+            `lambda params: SOAP(params, lr=1e-3)`. Each matrix then has an optimizer object of its own, for optimizers
+            that keep on themselves what belongs to a parameter. Hyperparameters are those of the parameter's group.
         agreed: no argument: by the global ranks of a grid, the capacity that they chose; empty until they have.
 
     Raises:
@@ -129,6 +135,7 @@ class Options:
     plan: PlanFile | None = None
     cuda_graphs: bool = True
     audit: int | None = None
+    one_per_matrix: Callable[[list[Parameter]], Optimizer] | None = None
     agreed: tuple[tuple[tuple[int, ...], int], ...] = field(default=(), compare=False)
 
     @property
@@ -139,8 +146,8 @@ class Options:
     @property
     def text(self) -> str:
         """The options that must be equal on all ranks, as text for comparison."""
-        apart = ("replicate", "split", "layout", "names", "prefix", "hardware", "plan", "cuda_graphs", "agreed")
-        names = [f.name for f in fields(self) if f.name not in apart]
+        apart = {"replicate", "split", "layout", "names", "prefix", "hardware", "plan", "cuda_graphs", "agreed"}
+        names = [f.name for f in fields(self) if f.name not in {*apart, "one_per_matrix"}]
         splits = [f"{pattern} is {split}" for pattern, split in self.split]
         if self.plan is not None:
             splits.append(f"plan {self.plan.fingerprint}")
@@ -157,6 +164,12 @@ class Options:
         for name in ("stagger", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise CanzonaError(f"{name}={getattr(self, name)!r} is neither True nor False", at=f"the option {name}")
+        if self.one_per_matrix is not None and not callable(self.one_per_matrix):
+            raise CanzonaError(
+                f"one_per_matrix= takes a function of a list of parameters, not a {type(self.one_per_matrix).__name__}",
+                at="the option one_per_matrix",
+                hint="pass one such as lambda params: SOAP(params, lr=1e-3)",
+            )
         if self.audit is not None and self.numerics != "exact":
             raise CanzonaError(
                 'audit= compares bits, but numerics="fast" changes them',

@@ -34,12 +34,6 @@ class EagerContext(Protocol):
             UnsupportedOptimizer: the step draws random numbers, and several ranks take it for this task.
         """
 
-    def bring(self, task: str, param: Tensor, grad: Tensor | None) -> None:
-        """Keep a whole parameter, and its gradient if it has one, until all of them step at once."""
-
-    def take(self, task: str) -> Tensor:
-        """Return the new parameter, once they have stepped."""
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EagerTask:

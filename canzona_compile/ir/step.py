@@ -92,7 +92,6 @@ class Template:
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
     precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
     draws: bool = False  # whether it draws random numbers, which one rank has to do
-    coupled: bool = False  # whether one rank takes the step of all parameters at once
 
     @property
     def kin(self) -> str:

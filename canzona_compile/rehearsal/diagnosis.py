@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.rehearsal.contract import TOGETHER, broken, object_per_matrix
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.rehearsal.stepping import OneByOne, VisibleContext
 from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, take
@@ -24,7 +25,6 @@ from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import plain_attributes
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
-INDEPENDENT = "let the update of a parameter read only the parameter, its gradient, its state and its group"
 
 
 def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
@@ -81,21 +81,22 @@ def refusal(
         return UnsupportedOptimizer(
             f"{kind}.step fails for one parameter without the others{tensors_kept(optimizer)}: "
             f"{first_line(parts.error)}{blamed(parts.error)}",
-            hint=INDEPENDENT,
+            hint=f"{broken(3)}; {object_per_matrix(optimizer)}",
         )
     places = difference(whole, parts)
     at = where(places, scenario, names)
     beside = [p for p in places if p.startswith(("self.", "param_groups"))]
     if beside and not any(p.startswith(("parameter", "the state")) for p in places):
         return UnsupportedOptimizer(
-            f"{kind}.step changes {some(beside)}, outside of self.state[param]",
-            hint="keep statistics in self.state[param]; elsewhere only plain numbers may change",
+            f"{kind} updates parameters together: its step changes {some(beside)}, outside of self.state[param]",
+            hint=f"{broken(4)}: keep statistics in self.state[param], as elsewhere only plain numbers may change; "
+            f"{TOGETHER}; {object_per_matrix(optimizer)}",
         )
     if own := sorted({found[1] for p in places if (found := re.match(r"the attributes of parameter \d+\['(\w+)'", p))}):
         return UnsupportedOptimizer(
             f"{kind}.step changes attributes of its parameter: {some(own)}",
             at=at,
-            hint="keep per-parameter data in self.state[param]",
+            hint=f"{broken(4)}: keep per-parameter data in self.state[param]",
         )
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
@@ -106,14 +107,19 @@ def refusal(
             other = take(optimizer, scenario, OneByOne(bool(whole.counters), whole.drew, company))
         if not difference(whole, other):
             detail = f": {some(others_than_marks(small.params))}" if company is VisibleContext.ATTRIBUTES else kept
-            return UnsupportedOptimizer(f"{kind}.step {company.value}{detail}", at=at, hint=INDEPENDENT)
+            line = 2 if company in (VisibleContext.GROUP, VisibleContext.ALL_GROUPS) else 3
+            return UnsupportedOptimizer(
+                f"{kind}.step {company.value}{detail}", at=at, hint=f"{broken(line)}; {object_per_matrix(optimizer)}"
+            )
     moving = sorted({f"self.{name}" for p in changed(whole.after[0], whole.after[-1]) if (name := attribute_of(p))})
     written = f", and it changes {some(beside or moving)}" if beside or moving else ""
-    hint = "move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_"
+    hint = f"{broken(2)}; {TOGETHER}"
+    if beside or moving or kept:  # it may break line 3 or 4 only
+        hint += f"; {object_per_matrix(optimizer)}"
     if any(isinstance(leaf, Module) for leaf in pytree.tree_leaves(vars(optimizer))):
         hint += "; to change weights of modules after the step, use a hook as in examples/qk_clip.py"
     return UnsupportedOptimizer(
-        f"{kind} couples parameters: the update of one depends on others{written}{kept}", at=at, hint=hint
+        f"{kind} updates parameters together: the update of one depends on others{written}{kept}", at=at, hint=hint
     )
 
 

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode
-from canzona_compile.eager.cell import whole_copy
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.declared_writes import DeclaredWrites
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, where
@@ -28,7 +27,6 @@ from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.rehearsal.stepping import OneByOne
 from canzona_compile.rehearsal.trial import Plainly, RehearsedSteps
-from canzona_compile.replica.construction import Construction
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import counts_of
 from canzona_compile.replica.homes import hypers
@@ -37,7 +35,7 @@ from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import Note, NotingFunctions
 from canzona_compile.replica.randomness import devices_among, seed_generators
 from canzona_compile.replica.snapshot import Contents, Snapshot
-from canzona_compile.replica.twin import as_written, plain_attributes, step_plainly
+from canzona_compile.replica.twin import as_written
 
 MOST_STEPPING = 8  # parameters
 SECONDS = 2  # of these that are of the kind of another one
@@ -110,19 +108,15 @@ class Cast:
         chosen: which of its parameters.
         still: those among them that get no gradient, in the order of all.
         stateful: whether these begin with the state that they have now.
-        construction: how to construct one object for all, and one for each; None steps twins, as plans do.
     """
 
     optimizer: Optimizer
     chosen: Chosen
     still: frozenset[int] = frozenset()
     stateful: bool = False
-    construction: Construction | None = None
 
 
-def coupled_at_real_sizes(
-    optimizer: Optimizer, names: NamesByGroup, stateful: bool = False, construction: Construction | None = None
-) -> str:
+def coupled_at_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool = False) -> str:
     """Find out whether parameters of the real sizes depend on one another, although small ones do not.
 
     Every rank finds the same, without communication. What cannot run without values is not checked.
@@ -131,7 +125,6 @@ def coupled_at_real_sizes(
         optimizer: the optimizer.
         names: those of its parameters by group.
         stateful: whether parameters begin with the state that they have now.
-        construction: how to construct residents; None if parameters are stepped on twins.
 
     Returns:
         The name of a parameter that depends on others; empty if there is none.
@@ -140,7 +133,7 @@ def coupled_at_real_sizes(
         UnsupportedOptimizer: the step changes something outside of the optimizer.
     """
     declared = DeclaredWrites()
-    for seed, cast in enumerate(casts(optimizer, stateful, construction)):
+    for seed, cast in enumerate(casts(optimizer, stateful)):
         places, mixes = differing(cast, seed, declared)
         if places and declared.try_calls():
             places, mixes = differing(cast, seed, declared)
@@ -170,22 +163,7 @@ def differing(cast: Cast, seed: int, declared: DeclaredWrites) -> tuple[list[str
     parts, own = taken(cast, Fingerprints(Note(), seed, declared=declared), apart=whole)
     if own.too_long:
         return [], False
-    if cast.construction is not None:  # what an object keeps is its own
-        for after in (*whole.after, *parts.after):
-            for place in [place for place in after if not place.startswith("parameter ")]:
-                del after[place]
     return difference(whole, parts), prints.mixes
-
-
-def check_outside(optimizer: Optimizer) -> None:
-    """Raise if a step of all parameters together, of the real sizes, changes something outside of the optimizer.
-
-    Raises:
-        UnsupportedOptimizer: it does.
-    """
-    for seed, cast in enumerate(casts(optimizer, stateful=False, construction=None)):
-        if taken(cast, Fingerprints(Note(), seed))[0].error is None:
-            return
 
 
 def check_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool = False) -> None:
@@ -203,13 +181,12 @@ def check_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool =
         )
 
 
-def casts(optimizer: Optimizer, stateful: bool, construction: Construction | None) -> list[Cast]:
+def casts(optimizer: Optimizer, stateful: bool) -> list[Cast]:
     """Choose parameters: the largest of several kinds step, and others are there without gradients, if that can be.
 
     Args:
         optimizer: the optimizer.
         stateful: whether parameters begin with the state that they have now.
-        construction: how to construct residents; None if parameters are stepped on twins.
     """
     places = [(g, i) for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))]
     params = {(g, i): optimizer.param_groups[g]["params"][i] for g, i in places}
@@ -230,7 +207,7 @@ def casts(optimizer: Optimizer, stateful: bool, construction: Construction | Non
         groups = enumerate(optimizer.param_groups)
         chosen = [[i for i in range(len(group["params"])) if (g, i) in taking_part] for g, group in groups]
         still = [number for number, place in enumerate(sorted(taking_part)) if place not in stepping]
-        found.append(Cast(optimizer, chosen, frozenset(still), stateful, construction))
+        found.append(Cast(optimizer, chosen, frozenset(still), stateful))
     return found if there != stepping else found[:1]
 
 
@@ -303,49 +280,7 @@ def valueless(small: FakeMiniature) -> Iterator[None]:
 
 def stepping_of(cast: Cast, apart: RehearsedSteps | None) -> Plainly:
     """Return what steps all parameters, or each by itself as plans do for an optimizer that did `apart` together."""
-    if cast.construction is None:
-        return Plainly() if apart is None else OneByOne(bool(apart.counters))
-    return Remade(cast.construction) if apart is None else ObjectsWithoutValues(cast.construction)
-
-
-class Remade(Plainly):
-    """Steps one object of all parameters, which the constructor made."""
-
-    def __init__(self, construction: Construction) -> None:
-        self.construction = construction
-
-    def begin(self, small: Miniature) -> None:
-        """Construct it."""
-        small.optimizer = self.construction.copied().make(small.optimizer.param_groups)
-        super().begin(small)
-
-
-class ObjectsWithoutValues(Plainly):
-    """Steps one object per parameter, which the constructor made. None of them is saved or draws."""
-
-    def __init__(self, construction: Construction) -> None:
-        self.construction = construction
-        self._objects: dict[int, Optimizer] = {}
-
-    def _made(self, index: int) -> Optimizer:
-        param = self.small.params[index]
-        own = whole_copy(param, None, plain_attributes(param))
-        if param.grad_dtype not in (None, param.dtype):
-            own.grad_dtype = param.grad_dtype
-        group = hypers(self.small.optimizer.param_groups[self.small.group_of[index]])
-        return self.construction.copied().make([{**group, "params": [own], "param_names": [f"parameter {index}"]}])
-
-    def step(self) -> None:
-        """Step all parameters that have gradients."""
-        for i in reversed(range(len(self.small.params))):
-            param = self.small.params[i]
-            if param.grad is not None:
-                if i not in self._objects:
-                    self._objects[i] = self._made(i)
-                own = self._objects[i].param_groups[0]["params"][0]
-                own.grad = param.grad.clone(memory_format=torch.contiguous_format)
-                step_plainly(self._objects[i])
-                param.data.copy_(own.detach())
+    return Plainly() if apart is None else OneByOne(bool(apart.counters))
 
 
 def give_gradients(small: FakeMiniature, still: Container[int]) -> None:

@@ -1,8 +1,6 @@
-"""Rehearse an optimizer in miniature: step all parameters together, then in cells as plans do, and compare the bits.
+"""Rehearse an optimizer in miniature: step all parameters together, then each by itself as plans do, and compare bits.
 
 What a step reads and writes other than its parameter, gradient, state and group shows as a difference, whatever it is.
-Where one matrix on a twin does not give the plain optimizer's bits, objects of their own are tried, and then all
-parameters at once, see `Ways`.
 """
 
 from __future__ import annotations
@@ -11,8 +9,8 @@ import contextlib
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,16 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class, plain_step
-from canzona_compile.eager.own_object import Recipe
-from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
+from canzona_compile.rehearsal.contract import object_per_matrix
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.rehearsal.real_sizes import check_real_sizes
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import OneByOne
 from canzona_compile.rehearsal.trial import Plainly, RehearsedSteps, contents_of, read_later, take, texts_written
 from canzona_compile.replica.external_counters import Counter
+from canzona_compile.replica.homes import advice
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, changed
@@ -38,8 +36,8 @@ from canzona_compile.replica.twin import step_plainly
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """What a rehearsal showed.
+class Habits:
+    """What an optimizer does that keeps the contract, and that plans have to know.
 
     Attributes:
         counters: the numbers that a step counts outside of the state of parameters.
@@ -52,10 +50,6 @@ class Rehearsal:
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
         rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds differently from one by one.
         draws: whether a step draws random numbers.
-        skipped: why the optimizer cannot be rehearsed; empty if it was.
-        resident: why it runs as residents, one object per matrix; empty if it does not.
-        recipe: how to make a resident, if it runs as such.
-        coupled: what it does if parameters step together; None if each steps by itself.
     """
 
     counters: frozenset[Counter] = frozenset()
@@ -68,115 +62,53 @@ class Rehearsal:
     reads_variables: bool = False
     rounds_in_foreach: bool = False
     draws: bool = False
-    skipped: str = ""
-    resident: str = ""
-    recipe: Recipe | None = None
-    coupled: CoupledUpdate | None = None
 
 
-def habits_of(found: Iterable[Rehearsal]) -> Rehearsal:
-    """Put together what several scenarios showed, without how the optimizer runs."""
-    every = list(found)
-    return Rehearsal(
-        frozenset().union(*(one.counters for one in every)),
-        writes_gradients=any(one.writes_gradients for one in every),
-        drops_gradients=any(one.drops_gradients for one in every),
-        aliases=tuple(dict.fromkeys(place for one in every for place in one.aliases)),
-        needs_gradients=any(one.needs_gradients for one in every),
-        asks_frozen=any(one.asks_frozen for one in every),
-        asks_layout=frozenset().union(*(one.asks_layout for one in every)),
-        reads_variables=any(one.reads_variables for one in every),
-        rounds_in_foreach=any(one.rounds_in_foreach for one in every),
-        draws=any(one.draws for one in every),
+def habits_of(found: Sequence[Habits]) -> Habits:
+    """Put together what several scenarios showed."""
+    return Habits(
+        frozenset().union(*(one.counters for one in found)),
+        writes_gradients=any(one.writes_gradients for one in found),
+        drops_gradients=any(one.drops_gradients for one in found),
+        aliases=tuple(dict.fromkeys(place for one in found for place in one.aliases)),
+        needs_gradients=any(one.needs_gradients for one in found),
+        asks_frozen=any(one.asks_frozen for one in found),
+        asks_layout=frozenset().union(*(one.asks_layout for one in found)),
+        reads_variables=any(one.reads_variables for one in found),
+        rounds_in_foreach=any(one.rounds_in_foreach for one in found),
+        draws=any(one.draws for one in found),
     )
-
-
-# -- one scenario, in one way ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A scenario in which a way of stepping gave the plain optimizer's bits, or the last one in which it did not.
-
-    Attributes:
-        scenario: its steps, as far as they were tried.
-        plain: what the plain optimizer did.
-        cells: what the cells of a plan did.
-        places: where both differ first.
-    """
-
-    scenario: Scenario
-    plain: RehearsedSteps
-    cells: RehearsedSteps
-    places: list[str] = field(default_factory=list)
-
-    def habits(self, asked: Scenario) -> Rehearsal:
-        """What an optimizer does and asks for, which agrees only in an easier scenario than was asked for."""
-        plain, one = self.plain, self.scenario
-        return Rehearsal(
-            frozenset(plain.counters),
-            writes_gradients=plain.writes_gradients,
-            drops_gradients=not plain.keeps_gradients,
-            aliases=tuple(plain.aliases),
-            needs_gradients=one.missing != asked.missing,
-            asks_frozen=one.frozen != asked.frozen,
-            asks_layout=frozenset(plain.asks_layout) - {ADDRESS},
-            reads_variables=plain.reads_variables,
-            rounds_in_foreach=one.loops,
-            draws=plain.drew,
-        )
-
-
-def compared(
-    tries: Iterable[Scenario],
-    plainly: Callable[[Scenario], RehearsedSteps],
-    in_cells: Callable[[Scenario, RehearsedSteps], RehearsedSteps],
-    differ: Callable[[RehearsedSteps, RehearsedSteps], list[str]] = difference,
-) -> Compared:
-    """Step in one scenario after the other until a way of stepping has the plain optimizer's bits.
-
-    Args:
-        tries: the scenarios.
-        plainly: takes the steps of a scenario as the plain optimizer does.
-        in_cells: takes them as a plan does, for an optimizer that took them so plainly.
-        differ: finds the places at which both differ first.
-
-    Returns:
-        The last comparison.
-    """
-    for one in tries:
-        plain = plainly(one)
-        cells = in_cells(one, plain)
-        found = Compared(one, plain, cells, differ(plain, cells))
-        if not found.places:
-            break
-    return found
-
-
-# -- each parameter on a twin ----------------------------------------------------------------------
 
 
 class CannotBegin(Exception):
     """The plain optimizer fails in miniature, at its first step; the message says how."""
 
 
-def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
-    """Rehearse an optimizer whose every parameter steps by itself. Every rank gets the same, without communication.
+def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
+    """Rehearse an optimizer. Every rank gets the same, without communication.
 
     Args:
         optimizer: the optimizer.
         names: those of its parameters by group, for errors.
 
     Raises:
-        UnsupportedOptimizer: its step reads or writes something that a plan does not give it, or fails in miniature.
+        UnsupportedOptimizer: its step breaks the contract, or fails in miniature.
         CanzonaError: it fails because groups lack hyperparameters.
     """
+    try:
+        return rehearsed(optimizer, names or default_names(optimizer))
+    except UnsupportedOptimizer as refused:
+        if not (hint := advice(optimizer)):
+            raise
+        hint = f"{hint}; {refused.hint or ''}".rstrip("; ")
+        raise UnsupportedOptimizer(refused.problem, at=refused.at, hint=hint) from refused
+
+
+def rehearsed(optimizer: Optimizer, names: NamesByGroup) -> Habits:
+    """Do what `rehearse` does, for an optimizer that holds no others."""
     numbers = [len(group["params"]) for group in optimizer.param_groups]
-    if not any(numbers):
-        return Rehearsal()
-    if device_of(optimizer).type == "meta":
-        return Rehearsal(skipped="its parameters have no values")
-    names = names or default_names(optimizer)
+    if not any(numbers) or device_of(optimizer).type == "meta":  # there is nothing to step, or it has no values
+        return Habits()
     cast = scenarios(numbers)
     try:
         found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
@@ -218,7 +150,7 @@ def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
 
 def rehearse_stateful(
     optimizer: Optimizer, cast: Sequence[Scenario], names: NamesByGroup, first: CannotBegin
-) -> list[Rehearsal]:
+) -> list[Habits]:
     """Rehearse scenarios in which parameters begin with the state that they have, as they cannot without.
 
     Raises:
@@ -232,7 +164,8 @@ def rehearse_stateful(
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__}.step fails on small test parameters, so canzona_compile cannot "
             f"check that it updates each parameter independently{tensors_kept(optimizer)}: {problem}",
-            hint="create state in step(), for parameters of any size, and do not require a closure",
+            hint="create state in step(), for parameters of any size, and do not require a closure. Or, "
+            f"{object_per_matrix(optimizer)}",
         ) from None
 
 
@@ -255,39 +188,40 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     check_real_sizes(now, default_names(optimizer), stateful=True)
 
 
-def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Rehearsal:
+def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Habits:
     """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
 
     Raises:
         CannotBegin: the plain optimizer's first step fails.
         UnsupportedOptimizer: parameters stepped separately do not give what they give together.
     """
-
-    def plainly(one: Scenario) -> RehearsedSteps:
-        found = together(optimizer, one)
-        if found.error is not None and not found.after:
-            raise CannotBegin(f"{first_line(found.error)}{blamed(found.error)}") from found.error
-        if found.uses_cache:
-            raise UnsupportedOptimizer(
-                f"{plain_class(optimizer).__name__}.step {found.uses_cache}",
-                hint="compute it in the step, or keep it in self.state[param]",
-            )
-        return found
-
-    def in_cells(one: Scenario, plain: RehearsedSteps) -> RehearsedSteps:
+    for one in scenario.easier(takes_foreach(optimizer)):
+        plain = together(optimizer, one)
         with seeded(device_of(optimizer)):
-            return take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
-
-    found = compared(scenario.easier(takes_foreach(optimizer)), plainly, in_cells)
-    if found.places:
-        raise refusal(optimizer, found.scenario, found.plain, found.cells, names)
-    return found.habits(scenario)
+            apart = take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
+        if not difference(plain, apart):
+            break
+    else:
+        raise refusal(optimizer, one, plain, apart, names)
+    return Habits(
+        frozenset(plain.counters),
+        writes_gradients=plain.writes_gradients,
+        drops_gradients=not plain.keeps_gradients,
+        aliases=tuple(plain.aliases),
+        needs_gradients=one.missing != scenario.missing,
+        asks_frozen=one.frozen != scenario.frozen,
+        asks_layout=frozenset(plain.asks_layout) - {ADDRESS},
+        reads_variables=plain.reads_variables,
+        rounds_in_foreach=one.loops,
+        draws=plain.drew,
+    )
 
 
 def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     """Step all parameters together, as the plain optimizer does.
 
     Raises:
+        CannotBegin: the first step fails.
         UnsupportedOptimizer: the step writes something outside of the optimizer, or a text, or returns something, or
             it asks where a DTensor lies.
     """
@@ -295,6 +229,12 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
         found = read_later(lambda one: take(optimizer, one, Plainly()), scenario)
     found.drew = dice.drew_random
     kind = plain_class(optimizer).__name__
+    if found.error is not None and not found.after:
+        raise CannotBegin(f"{first_line(found.error)}{blamed(found.error)}") from found.error
+    if found.uses_cache:
+        raise UnsupportedOptimizer(
+            f"{kind}.step {found.uses_cache}", hint="compute it in the step, or keep it in self.state[param]"
+        )
     if found.outside:
         raise UnsupportedOptimizer(
             f"{kind}.step changes {some(found.outside)}, outside of the optimizer",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.errors import some
+from canzona_compile.replica.snapshot import ATOMS
 
 # Where hooks of an optimizer are kept.
 HOOKS = {
@@ -32,6 +33,11 @@ def copied_attributes(optimizer: Optimizer) -> dict[str, Any]:
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes of an optimizer that its class or its user has set; `defaults` are among them."""
     return {name: value for name, value in copied_attributes(optimizer).items() if name not in TORCH_S_OWN}
+
+
+def atoms_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that are plain values."""
+    return {k: v for k, v in own_attributes(optimizer).items() if isinstance(v, ATOMS)}
 
 
 def odd_state(optimizer: Optimizer) -> dict[Any, Any]:

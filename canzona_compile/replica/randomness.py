@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from canzona_compile.ir.compiled_call import opened
-from canzona_compile.replica.raised import NoCollectives
 
 
 def draws(graph: fx.Graph) -> bool:
@@ -101,37 +99,6 @@ class MatrixGenerators:
                 yield
             finally:
                 self.states = generators(self.device)
-
-
-class MutedDraws(NoCollectives):
-    """Gives all draws of one moment equal numbers if their shapes are equal, whoever draws, in whatever order.
-
-    So runs that draw can be compared. Generators are as they were after each draw. Nothing may communicate here.
-
-    Attributes:
-        moment: the number of the moment; other moments have other numbers.
-        drew: whether numbers were drawn.
-        from_its_own: whether some of them came from a generator that the code made.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device, self.moment = device, 0
-        self.drew = self.from_its_own = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        own = dict(kwargs or {})
-        self.check(func)
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **own)
-        self.drew = True
-        if own.get("generator") is not None:
-            self.from_its_own, own["generator"] = True, None
-        with torch.random.fork_rng(devices=devices_of(self.device)):
-            seed_generators(self.moment, self.device)
-            return func(*args, **own)
 
 
 def generators(device: torch.device) -> list[Tensor]:

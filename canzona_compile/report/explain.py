@@ -14,7 +14,6 @@ from canzona_compile.report.page import PageModel, PageTable, Words
 from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.cells import check_whole
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
@@ -37,9 +36,8 @@ class ExplainedParameter:
             has the whole matrix), "local" (elementwise: each rank updates its fragment) or "refused".
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
         rank: the rank that computes it alone, where one of several does.
-        cell: of what is eager, what steps together and whose object steps: "matrix" (each matrix, on the object that
-            all share), "own object" (each matrix, on an optimizer object of its own) or "model" (all parameters at
-            once, because they depend on one another).
+        cell: of what is eager, whose object steps it: "matrix" (a copy of the optimizer) or "own object" (one that
+            `one_per_matrix=` made).
     """
 
     name: str
@@ -115,11 +113,6 @@ def _explained_ahead(session: Session) -> tuple[ExplainedParameter, ...]:
     binders = {session: session.exchanged()} if siblings is None else siblings.exchanged(session)
     refused: dict[str, CanzonaError] = {}
     bound = [b for b in session.bind(binders[session], refused) if b.name not in refused]
-    if any(b.kind.coupled is not None for b in bound):
-        try:
-            check_whole({b.task.name: b for b in bound})
-        except CanzonaError as error:
-            bound, refused = [], dict.fromkeys([name for name, _, _ in named], error) | refused
     rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
     if bound:
         owned_as = None
@@ -143,9 +136,7 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         reason, shape = bound.kind.template.interpreted, bound.task.shape
         if name not in owned:
             yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
-        elif bound.kind.coupled is not None:
-            yield ExplainedParameter(name, shape, "eager", reason, cell="model")
-        elif bound.kind.recipe is not None:
+        elif bound.kind.maker is not None:
             yield ExplainedParameter(name, shape, "eager", reason, cell="own object")
         elif reason:
             yield ExplainedParameter(name, shape, "eager", f"matrix by matrix, because {reason}", cell="matrix")

@@ -60,9 +60,7 @@ class Audit:
         self._steps += 1
         if self._steps % self.every:
             return []
-        if not any(
-            bound.kind.recipe or bound.kind.coupled for bound in self.plan.bound.values()
-        ):  # rehearsed differently
+        if not any(bound.kind.maker for bound in self.plan.bound.values()):  # rehearsed differently
             rehearse_as_now(self.optimizer, self._states())
         turn = self._steps // self.every
         kinds: dict[int, list[str]] = {}

@@ -22,13 +22,12 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.telling import tell
-from canzona_compile.eager.own_object import is_portable
+from canzona_compile.eager.own_object import is_portable, saved_shapes
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
-from canzona_compile.replica.object_state import saved_shapes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.bound import BoundParam, Described
@@ -269,7 +268,7 @@ class Binder:
     def _shapes_in(self, own: Described, state: State) -> dict[str, Shape]:
         """The whole shapes of the leaves of a state, by name, as far as the optimizer's code tells them."""
         _, kind = self.layout_and_kind(own)
-        if kind.recipe is not None and is_portable(state):
+        if kind.maker is not None and is_portable(state):
             return saved_shapes(state)
         if kind.recorder is not None:
             return {leaf.name: leaf.shape for leaf in kind.state}
@@ -284,7 +283,7 @@ class Binder:
         entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
         """
         kind = self._captured(own)
-        entries = None if kind.coupled is not None or elementwise(kind) else self._entries(own, kind)
+        entries = None if elementwise(kind) else self._entries(own, kind)
         return entries or (own.layout, kind)
 
     def _entries(self, own: Described, kind: ParamKind) -> tuple[Layout, ParamKind] | None:

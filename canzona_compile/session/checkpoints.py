@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.sharding_rules import state_after_a_step
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import local_part
-from canzona_compile.replica.construction import atoms_of
-from canzona_compile.replica.homes import own_attributes
+from canzona_compile.replica.homes import atoms_of, own_attributes
 from canzona_compile.replica.leaves import keys_of, leaf_name, read
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import devices_among

@@ -15,7 +15,7 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import InvalidGradient, some
 from canzona_compile.ir.layout import local_part
-from canzona_compile.rehearsal.rehearsal import Rehearsal
+from canzona_compile.rehearsal.rehearsal import Habits
 from canzona_compile.replica.twin import any_attributes
 from canzona_compile.session.params import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.plan import Plan
@@ -37,7 +37,7 @@ class StepGradients:
 
     def __init__(self, capture: Capture, plan: Plan) -> None:
         self.capture, self.plan = capture, plan
-        self.habits: Rehearsal = capture.rehearse()
+        self.habits: Habits = capture.rehearse()
         self.found: dict[str, Tensor] = {}
         self._views = {view: b.kind.grad_dtype for b in plan.bound.values() for view in b.views}
         for view in self._views:

@@ -191,7 +191,7 @@ class PortableState:
     def has_objects(self) -> bool:
         """Whether it has stepped by optimizer objects of its own."""
         driver = self.driver
-        return driver is not None and any(driver.plan.bound[n].kind.recipe for n in driver.store.initialised)
+        return driver is not None and any(driver.plan.bound[n].kind.maker for n in driver.store.initialised)
 
     def check_taken_back(self) -> None:
         """Raise if the optimizer cannot go on from its portable state by itself.

@@ -79,7 +79,7 @@ class Session(PortableState):
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "", capture: Capture | None = None) -> None:
         super().__init__(optimizer)
         self.options, self.lost = options, lost
-        self.capture = capture or Capture(optimizer)
+        self.capture = capture or Capture(optimizer, options.one_per_matrix)
         self.groups = Groups()
         self.observers: list[Observer] = []
         self.number = 0

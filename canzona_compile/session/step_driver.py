@@ -24,7 +24,7 @@ from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
-from canzona_compile.session.cells import Cells, CoupledStep
+from canzona_compile.session.cells import Cells
 from canzona_compile.session.compared import ChangeKind, Ranks, SharedNumbers, StepChange
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.held import HeldParameters, HeldState
@@ -90,8 +90,6 @@ class StepDriver:
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
         self._cells = Cells(capture, self.store)
-        coupled = any(bound.kind.coupled for bound in plan.bound.values())
-        self._coupled = CoupledStep(self._cells) if coupled else None
         sources = Sources(device, groups, watch, self.store, self.cohorts, self._cells)
         self.maker = ProgramMaker(options, observers, self.store, sources)
         self.programs = ProgramCache(self.maker.of_variants)
@@ -144,14 +142,14 @@ class StepDriver:
         return "" if dtype == bound.param.dtype else f" in {dtype}".replace("torch.", "")
 
     def check(self) -> None:
-        """Check the gradients of the first step of the plan, after `begin`, and make the objects of resident tasks.
+        """Check the gradients of the first step of the plan, after `begin`, and make optimizer objects of matrices.
 
         Raises:
-            CanzonaError: a gradient has attributes or is missing where it is needed, or state fits no resident task.
+            CanzonaError: a gradient has attributes or is missing where it is needed, or an object cannot be made.
         """
         self.gradients.check()
         self.gradients.check_presence(self._next.ready)
-        self._cells.begin(self.gradients.habits.needs_gradients)
+        self._cells.begin()
 
     def choose_variants(self) -> None:
         """Ask which variants the tasks take on the first step of the plan.
@@ -261,10 +259,7 @@ class StepDriver:
             Exception: the optimizer's own code raised it in an eager step.
         """
         ready, fresh = self._agreed = self._next
-        if self._coupled is not None:
-            self._met.add(self._shared_assignment)
-            self._step_together(self._coupled, ready)
-        elif ready:
+        if ready:
             self._met.add(self._shared_assignment)
             expected = [] if self._audit is None else self._audit.before(ready)
             with during(self.clock, "plan"):
@@ -280,7 +275,6 @@ class StepDriver:
             self._step_locally()
         if self.capture.counts:
             self._shadow.count()
-        self._cells.count()
         if fresh or not self._stepped:
             self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
         self._stepped = set(self.store.initialised)
@@ -293,14 +287,6 @@ class StepDriver:
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then
             self._foresee(ready, fresh)
         return True
-
-    def _step_together(self, coupled: CoupledStep, ready: Names) -> None:
-        if self.last is None:
-            with during(self.clock, "plan"):
-                self._program(tuple(self.plan.bound))  # it stands for both programs in reports, and never runs
-        stateful = coupled.step(ready, lambda key: self._run(self.programs.get(key)))
-        self.store.forget(self.store.initialised - set(stateful))
-        self.store.interpreted(stateful)
 
     def end_step(self) -> None:
         """Let go of the gradients of this step, and of what views hold as copies."""

@@ -53,7 +53,7 @@ class Branching(Spectral):
 # --8<-- [end:branching]
 # --8<-- [start:keeping]
 class Keeping(Spectral):
-    """Keeps what belongs to a parameter on itself: the owner of a matrix has an object of its own for it."""
+    """Keeps what belongs to a parameter on itself."""
 
     def __init__(self, params, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -63,10 +63,16 @@ class Keeping(Spectral):
         super().update(param, grad, self.vectors[param], lr)
 
 
+one = nn.Parameter(torch.ones(16, 8))
+wrapped = canzona_compile.wrap(
+    Keeping([one], lr=0.02),
+    one_per_matrix=lambda params: Keeping(params, lr=0.02),
+)
+
+
 # --8<-- [end:keeping]
-# --8<-- [start:coupled]
 class Coupled(Spectral):
-    """Scales by the norm of all gradients together: one rank has to see all of them."""
+    """Scales by the norm of all gradients together."""
 
     def step(self, closure=None) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -74,7 +80,6 @@ class Coupled(Spectral):
         super().step()
 
 
-# --8<-- [end:coupled]
 for kind in (Spectral, Recorded, Branching, Keeping, Coupled, torch.optim.LBFGS):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
     for row in canzona_compile.explain(kind(model.parameters())).parameters[:1]:

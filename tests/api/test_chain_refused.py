@@ -7,15 +7,13 @@ import gc
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.optim import LBFGS, AdamW, Muon
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, UnsupportedOptimizer, chain
-from tests.harness.chains import SHAPES, chained, steps
-from tests.harness.pairs import parameters, params_of
-from tests.harness.resident_optimizers import MAKERS
+from tests.harness.chains import SHAPES, chained
+from tests.harness.pairs import parameters
 
 
 def test_what_is_no_chain_is_refused() -> None:
@@ -81,21 +79,6 @@ def test_muon_adamw_names_what_muon_cannot_train() -> None:
 
 
 # -- unwrap ----------------------------------------------------------------------------------------
-
-
-def test_an_unwrap_that_one_optimizer_refuses_leaves_all_of_them_wrapped() -> None:
-    def make() -> Chain:
-        params = parameters(SHAPES)
-        return chain(Muon(params[:2], lr=0.1), MAKERS["by parameter"](params[2:4]))
-
-    made, plain = canzona_compile.wrap(make()), make()
-    for number in range(2):
-        for own in (made, plain):
-            steps(own, [number])
-        with pytest.raises(CanzonaError, match="cannot be merged back"):
-            canzona_compile.unwrap(made)
-        assert all(map(canzona_compile.is_wrapped, (made, *made.optimizers)))
-        assert all(map(torch.equal, params_of(made), params_of(plain)))
 
 
 def test_an_optimizer_of_a_wrapped_chain_is_not_unwrapped_alone() -> None:

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import canzona_compile
-from canzona_compile.rehearsal import ways
-from canzona_compile.rehearsal.rehearsal import Rehearsal, rehearse
+from canzona_compile.capture import templates
+from canzona_compile.rehearsal.rehearsal import Habits, rehearse
 from canzona_compile.replica.attribute_watch import MOST_REHEARSALS, AttributeWatch
 from tests.harness.pairs import feed, muon, parameters
 
 
 def rehearsals(edit: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often twelve steps rehearse an optimizer that a user edits before each."""
-    calls: list[Rehearsal] = []
+    calls: list[Habits] = []
 
-    def counted(*args: Any) -> Rehearsal:
+    def counted(*args: Any) -> Habits:
         calls.append(calls[0] if calls else rehearse(*args))  # no edit changes what one finds
         return calls[-1]
 
-    monkeypatch.setattr(ways, "rehearse", counted)
+    monkeypatch.setattr(templates, "rehearse", counted)
     optimizer: Any = muon(parameters([(6, 4)]))
     optimizer.log, optimizer.mode, optimizer.rate = [], "first", 0.5
     canzona_compile.wrap(optimizer)

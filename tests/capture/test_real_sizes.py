@@ -16,10 +16,8 @@ from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.real_sizes import casts, coupled_at_real_sizes, taken
 from canzona_compile.rehearsal.rehearsal import default_names, rehearse
 from canzona_compile.replica.raised import Note
-from tests.harness.pairs import Pair, feed
 from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps import NAMED, grammar
-from tests.harness.traps.kit import identity
 from tests.harness.traps.sizes import BIG
 from tests.harness.traps.sizes import coupled as dividing
 from tests.harness.traps.trap import Params
@@ -138,7 +136,7 @@ class Loops(PerParameter):
 def test_a_loop_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "MOST_CALLS", 200)
     optimizer = Loops(huge((40, 30)))
-    found, _ = taken(casts(optimizer, False, None)[0], Fingerprints(Note()))
+    found, _ = taken(casts(optimizer, False)[0], Fingerprints(Note()))
     assert type(found.error).__name__ == "TooLong"
 
 
@@ -157,7 +155,7 @@ class ManyCalls(PerParameter):
 def test_what_is_too_long_to_be_compared_is_not_called_coupled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "MOST_CALLS", 100)
     params = huge(*[(40, 30)] * 4)
-    whole, _ = taken(casts(ManyCalls(params), False, None)[0], Fingerprints(Note()))
+    whole, _ = taken(casts(ManyCalls(params), False)[0], Fingerprints(Note()))
     assert whole.error is None
     assert coupled(ManyCalls, params) == ""
 
@@ -166,24 +164,8 @@ def test_what_is_too_long_to_be_compared_is_not_called_coupled(monkeypatch: pyte
 def test_few_operators_are_called_however_many_parameters_there_are(make: Make, most: int) -> None:
     """Each takes a tenth of a millisecond, and a rehearsal is not to take much longer by that."""
     optimizer = make(huge(*[(4096, 1024), (1024, 4096)] * 100))
-    _, prints = taken(casts(optimizer, False, None)[0], Fingerprints(Note()))
+    _, prints = taken(casts(optimizer, False)[0], Fingerprints(Note()))
     assert len(prints.called) < most
-
-
-class ReadsACache(PerParameter):
-    """Reads a tensor from a cache of a function."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.sub_(identity(len(grad)) @ cube(grad) * group["lr"])
-
-
-def test_a_cache_of_a_function_holds_nothing_of_a_trial() -> None:
-    """The plain optimizer finds what the wrapped one left there."""
-    identity.cache_clear()
-    pair = Pair(ReadsACache, ((15, 13), (15, 13)), captures_anew=True)
-    feed(pair.wrapped, 0)
-    pair.wrapped.step()
-    assert type(identity(15)) is Tensor
 
 
 def test_a_rehearsal_leaves_the_optimizer_and_its_values_alone() -> None:

@@ -19,8 +19,7 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "capture by dispatch": ("tests/capture/test_dispatch.py", "tests/end_to_end/test_dispatch_on_ranks.py"),
     "functions that users compiled": ("tests/capture/test_compiled_parts.py",),
-    "residents": ("tests/end_to_end/test_resident.py",),
-    "all parameters at once": ("tests/end_to_end/test_joint.py",),
+    "an object per matrix": ("tests/end_to_end/test_one_per_matrix.py",),
     "bits of operators": ("tests/ir/test_bit_exactness.py", "tests/lowering/test_batch_graph.py"),
     "graphs and their text": ("tests/ir/test_fx_utils.py", "tests/ir/test_printer.py", "tests/ir/test_verifier.py"),
     "passes": (

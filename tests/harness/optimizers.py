@@ -168,8 +168,8 @@ def share_captures(optimizer: Any, among: Shared = SHARED, maker: Any = None) ->
 def shared_captures(among: Shared = SHARED) -> Iterator[None]:
     """Inside this context, optimizers share captures from the moment that they are wrapped: `zero1` captures then."""
 
-    def shared(optimizer: Optimizer) -> Capture:
-        capture = Capture(optimizer)
+    def shared(optimizer: Optimizer, maker: Any = None) -> Capture:
+        capture = Capture(optimizer, maker)
         if "param_groups" in vars(optimizer):  # a copy gets them later, see `share_captures`
             adopt(capture, among)
         return capture
@@ -199,12 +199,11 @@ def adopt(capture: Capture, among: Shared, maker: Any = None) -> None:
     """Replace what a capture has learned by what others have; the first one of its like gives its own."""
     optimizer = capture.optimizer
     attributes = attributes_of(optimizer)
-    if attributes is None and maker is None:
+    if (attributes is None and maker is None) or capture.maker is not None:
         return
     groups = frozenset(signature(group) for group in optimizer.param_groups)
     key = (plain_class(optimizer), maker if attributes is None else attributes, groups)
-    mine = [*(getattr(capture, name) for name in PARTS), capture.ways._counting]
-    *parts, capture.ways._counting = among.setdefault(key, mine)
+    parts = among.setdefault(key, [getattr(capture, name) for name in PARTS])
     for name, part in zip(PARTS, parts, strict=True):
         setattr(capture, name, part)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.harness.layouts import Case, Laid
 from tests.harness.pairs import params_of
 from tests.harness.training import Plain, Training, equal, plain_run
@@ -33,12 +34,14 @@ class Published:
         hypers: its arguments.
         expected: `EQUAL`, `DRAWN`, or a part of the message that refuses it; nothing if only the golden line counts.
         shapes: of its parameters.
+        by_line: whether it is wrapped as the line says that its refusal prints.
     """
 
     name: str
     hypers: Mapping[str, Any]
     expected: str = EQUAL
     shapes: tuple[tuple[int, ...], ...] = SHAPES
+    by_line: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -86,15 +89,18 @@ def verdict(one: Published, module: Any, steps: int = 6, case: Case = CASE) -> F
     warnings.simplefilter("ignore")
     plain = plain_run(Training(make, one.shapes, steps, as_it_is), torch.float32)
     laid = Laid(plain.first, case)
-    optimizer: Any = canzona_compile.wrap(make(laid.params), strategy="owner")
+    optimizer, options = make(laid.params), dict[str, Any]()
     try:
+        if one.by_line:
+            options["one_per_matrix"] = maker_in_refusal(make(laid.params), one.name, module)
+        canzona_compile.wrap(optimizer, strategy="owner", **options)
         for values in plain.grads:
             for i, param in enumerate(laid.params):
                 param.grad = laid.like_param(values[i], i)
             optimizer.step()
     except CanzonaError as error:
         return Found(error.problem, reached("refused", error=type(error).__name__))
-    other = alone(make, plain) if one.expected == DRAWN else plain.optimizer
+    other = alone(make, plain, **options) if one.expected == DRAWN else plain.optimizer
     pairs = zip(params_of(optimizer), params_of(other), strict=True)
     wrong = [i for i, (mine, whole) in enumerate(pairs) if not equal(mine.detach(), whole.detach(), laid, i)]
     ways = ways_of(optimizer)
@@ -103,9 +109,21 @@ def verdict(one: Published, module: Any, steps: int = 6, case: Case = CASE) -> F
     return Found(DRAWN, reached("drawn", ways)) if one.expected == DRAWN else Found(EQUAL, reached("equal", ways))
 
 
-def alone(make: Callable[[list[Any]], Optimizer], plain: Plain) -> Optimizer:
+def maker_in_refusal(optimizer: Any, name: str, module: Any) -> Any:
+    """The function in the line that the refusal of an optimizer tells users to write."""
+    rows = params_of(canzona_compile.wrap(optimizer))
+    for param in rows:
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        optimizer.step()
+    line = re.search(r"wrap\(optimizer, one_per_matrix=(.*\))\)", str(caught.value))
+    assert line is not None, caught.value
+    return eval(line[1], {name: getattr(module, name)})
+
+
+def alone(make: Callable[[list[Any]], Optimizer], plain: Plain, **options: Any) -> Optimizer:
     """Train a wrapped optimizer of whole parameters, which no other rank shares."""
-    optimizer = canzona_compile.wrap(make([torch.nn.Parameter(value.clone()) for value in plain.first]))
+    optimizer = canzona_compile.wrap(make([torch.nn.Parameter(value.clone()) for value in plain.first]), **options)
     for values in plain.grads:
         for param, value in zip(params_of(optimizer), values, strict=True):
             param.grad = value.clone()

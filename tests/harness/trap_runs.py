@@ -178,17 +178,10 @@ def differences(trap: Trap, wrapped: Run, laid: Laid, record: Record, returned: 
                 continue  # the wrapper spoils what a step writes on copies, for all to see
             elif own is not None and grad is not None and not same_bits(local(own), laid.fragment(grad, i)):
                 found.append(f"gradient {i}")
-    if not resident(wrapped.optimizer):
-        found += unlike("state", wrapped.optimizer.state_dict()["state"], record.state)
+    found += unlike("state", wrapped.optimizer.state_dict()["state"], record.state)
     found += unlike("groups", hypers(wrapped.optimizer), record.groups)
     found += unlike("return value", returned, record.returned)
     return found + list(unlike("what is seen", trap.seen(wrapped.optimizer), record.seen))
-
-
-def resident(optimizer: Any) -> bool:
-    """Does it run as one object per matrix? What these keep is somewhere else in a plain optimizer."""
-    canzona = getattr(optimizer, "canzona", None)
-    return canzona is not None and any(row.cell == "own object" for row in canzona.explain().parameters)
 
 
 class Snapshot:

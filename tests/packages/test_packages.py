@@ -14,6 +14,7 @@ BLOCKS = ((66, 128),)  # whole blocks, others keep 32 bits; one shape, because I
 LARGE = ((65, 64), (64, 130))  # smaller ones keep 32 bits
 UNLIKE = ((31, 17), (7, 12), (17, 31))  # equal shapes are stacked, and products of a stack may round otherwise
 
+TOGETHER = "updates parameters together"
 OPTIMIZERS = {
     "bitsandbytes.optim": (
         Published("AdamW8bit", {"lr": 0.01}, shapes=LARGE),
@@ -21,15 +22,15 @@ OPTIMIZERS = {
         Published("Lion8bit", {"lr": 0.01}, shapes=LARGE),
     ),
     "heavyball": (
-        Published("AdamW", {"lr": 0.01}),
-        Published("Muon", {"lr": 0.01}, DRAWN),
-        Published("SOAP", {"lr": 0.01}, shapes=UNLIKE),
-        Published("PSGDKron", {"lr": 0.01}, DRAWN, shapes=((16, 24), (24, 8))),
+        Published("AdamW", {"lr": 0.01}, by_line=True),
+        Published("Muon", {"lr": 0.01}, DRAWN, by_line=True),
+        Published("SOAP", {"lr": 0.01}, shapes=UNLIKE, by_line=True),
+        Published("PSGDKron", {"lr": 0.01}, DRAWN, shapes=((16, 24), (24, 8)), by_line=True),
     ),
     "pytorch_optimizer.optimizer": (
-        *(Published(name, {"lr": 0.01}) for name in ("AdaGC", "Adai", "AdamS", "ASGD", "AvaGrad")),
-        *(Published(name, {"lr": 1.0}) for name in ("DAdaptAdam", "DAdaptSGD", "Prodigy")),
-        Published("Ranger21", {"lr": 0.01, "num_iterations": 100}),
+        *(Published(name, {"lr": 0.01}, TOGETHER) for name in ("AdaGC", "Adai", "AdamS", "ASGD", "AvaGrad")),
+        *(Published(name, {"lr": 1.0}, TOGETHER) for name in ("DAdaptAdam", "DAdaptSGD", "Prodigy")),
+        Published("Ranger21", {"lr": 0.01, "num_iterations": 100}, TOGETHER),
     ),
     "schedulefree": (
         Published("AdamWScheduleFree", {"lr": 0.01, "foreach": False}),

@@ -43,7 +43,7 @@ def trained(steps: int) -> tuple[int, str]:
 def test_what_begins_after_the_rehearsal_is_found() -> None:
     good, says = trained(60)
     assert 40 <= good < 50, says
-    assert "couples parameters" in says
+    assert "updates parameters together" in says
 
 
 def test_a_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

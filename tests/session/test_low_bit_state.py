@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,8 +116,11 @@ def saved_midway(package: str, layout: str) -> list[str]:
 
     def begun(values: list[Tensor]) -> tuple[Any, Laid]:
         laid = Laid(values, Case(layout, (2,)))
-        optimizer = canzona_compile.wrap(make(package, laid.params, draws=True), strategy="owner")
-        share_captures(optimizer)
+        optimizer = canzona_compile.wrap(
+            make(package, laid.params, draws=True),
+            strategy="owner",
+            one_per_matrix=partial(make, package, draws=True),
+        )
         return optimizer, laid
 
     one, laid = begun(first)

@@ -23,6 +23,7 @@ from canzona_compile.tools.verification.layouts import shard
 from canzona_compile.tools.verification.user_model import built, names_of, packed, state_leaves
 from canzona_compile.tools.verification.workers import gradients
 from tests.harness import ranks
+from tests.harness.own_objects import ByAddress
 from tests.tools import user_builds
 from tests.tools.user_builds import kept_by_parameter, muon, muon_with_loss, named_muon, net
 
@@ -95,11 +96,11 @@ def test_a_plan_that_is_followed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked")
 def test_what_objects_of_their_own_keep_is_not_compared() -> None:
     """Their state is portable among ranks, but a plain optimizer keeps it elsewhere."""
-    found = canzona_compile.verify(kept_by_parameter, steps=3)
+    found = canzona_compile.verify(kept_by_parameter, steps=3, options={"one_per_matrix": ByAddress})
     assert found.ok, found
     names = ("0.weight", "1.weight")
     assert set(found.eager) == set(names)
-    assert "self.moments" in found.eager["0.weight"]
+    assert "one_per_matrix=" in found.eager["0.weight"]
     assert [(leaf.parameter, leaf.leaf) for leaf in found.leaves] == [(name, "parameter") for name in names]
 
 
@@ -201,14 +202,6 @@ def test_usage_errors_on_ranks(build: str, says: str, capfd: pytest.CaptureFixtu
     out, err = capfd.readouterr()
     assert out == ""
     assert says in err[err.index("error: ") :]
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.usefixtures("forked")
-def test_all_parameters_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{BUILDS}:coupled", "--steps", "2"]) == 0
-    assert "couples parameters" in capfd.readouterr().out
 
 
 def test_usage_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

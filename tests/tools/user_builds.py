@@ -18,8 +18,8 @@ from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step, Strategy, Template
 from canzona_compile.passes import Canonicalize
 from canzona_compile.session.step_driver import StepDriver
-from tests.harness.resident_optimizers import MomentsByParameter
-from tests.harness.toy_optimizers import GlobalNorm, PerParameter, State
+from tests.harness.own_objects import ByAddress as ByViews
+from tests.harness.toy_optimizers import PerParameter, State
 
 Plain = tuple[nn.Module, Optimizer]
 
@@ -61,9 +61,9 @@ def muon_with_loss() -> tuple[nn.Module, Optimizer, Any]:
 
 
 def kept_by_parameter() -> Plain:
-    """An optimizer that keeps its state in an attribute."""
+    """An optimizer that tells parameters apart by their addresses."""
     model = net(12, 7, 3)
-    return model, MomentsByParameter(model.parameters())
+    return model, ByViews(model.parameters())
 
 
 # -- a bug -----------------------------------------------------------------------------------------
@@ -130,11 +130,6 @@ class ByAddress(PerParameter):
 def by_address() -> Plain:
     model = net(4, 6, 4)
     return model, ByAddress(model.parameters())
-
-
-def coupled() -> Plain:
-    model = net(4, 6, 4)
-    return model, GlobalNorm(model.parameters())
 
 
 def raises() -> Plain:

@@ -29,7 +29,7 @@ asking("cache-with-effect", REFUSED, says="MADE")("""
     scale: number_of(tuple(param.shape))
 """)
 # Nobody writes the tensor that the function returns.
-asking("cache-of-tensors", **IDENTITY, **TWO)("""
+asking("cache-of-tensors", REFUSED, **IDENTITY, **TWO)("""
     param:
         if not state:
             state["average"] = torch.zeros_like(param)
@@ -55,16 +55,16 @@ asking("cache-of-a-decorator", REFUSED, says="results", **TWO)("""
             return torch.eye(size) * 2
     update: doubled(len(param)) @ cube(grad)
 """)
-asking("cache-on-itself", **IDENTITY, **TWO)("""
+asking("cache-on-itself", REFUSED, **IDENTITY, **TWO)("""
     begin: self.identity = identity
     update: self.identity(len(param)) @ cube(grad)
 """)
-asking("cache-in-a-module", **TWO)("""
+asking("cache-in-a-module", REFUSED, **TWO)("""
     update: tests.harness.traps.kit.identity(len(param)) @ cube(grad)
     after: tests.harness.traps.kit.identity.cache_clear()
 """)
 # Parameters of one shape write the tensor that the function returns.
-asking("cache-of-buffers")("""
+asking("cache-of-buffers", REFUSED)("""
     outside:
         @functools.lru_cache
         def buffer(shape):
@@ -75,7 +75,7 @@ asking("cache-of-buffers")("""
     update: cube(shared)
 """)
 # The function keeps what it read first, whatever becomes of it.
-asking("cache-of-a-global")("""
+asking("cache-of-a-global", REFUSED)("""
     outside:
         RATE = [1.0]
         @functools.lru_cache

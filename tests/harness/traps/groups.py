@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, ON_HOST, Family
+from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, ON_HOST, REFUSED, Family
 
 others = Family("other groups", EITHER)
 TWO_RATES = 'halves(params, {"lr": 0.1}, {"lr": 0.02})'
@@ -30,18 +30,18 @@ others("rate-of-next-group", **TWO)("""
     step: after = self.param_groups[1:] + self.param_groups[:1]
     times: after[number]["lr"] * 10
 """)
-others("norm-of-all", EQUAL, step=f"norm = torch.stack([p.grad.norm() {GRADS}]).norm()", **TWO)("""
+others("norm-of-all", REFUSED, step=f"norm = torch.stack([p.grad.norm() {GRADS}]).norm()", **TWO)("""
     times: 1.0 / (1.0 + norm)
 """)
-others("norm-of-group", EQUAL, **TWO)("""
+others("norm-of-group", REFUSED, **TWO)("""
     group: norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
     times: 1.0 / (1.0 + norm)
 """)
-others("norm-of-first-group", EQUAL, **TWO)("""
+others("norm-of-first-group", REFUSED, **TWO)("""
     step: norm = sum(p.grad.norm().item() for p in self.param_groups[0]["params"])
     times: 1.0 / max(1.0, norm) if number == 0 else 1.0
 """)
-others("statistics-of-first-group", EQUAL, **TWO)("""
+others("statistics-of-first-group", REFUSED, **TWO)("""
     step: found = torch.stack([p.grad.square().mean() for p in self.param_groups[0]["params"]]).mean()
     times: 1.0 if number == 0 else found
 """)

@@ -17,14 +17,14 @@ RATE_BY_NORM = "0.1 / (1 + float(grad.norm()))"
 # -- what a step shows of the last parameter --------------------------------------------------------
 
 BY_NORM = {"param": f'group["lr"] = {RATE_BY_NORM}'}
-habits("group-shows-rate-by-norm", **BY_NORM)
-habits("group-shows-rate-by-norm-of-one", **BY_NORM, **ONE)
-habits("group-shows-rate-by-norm-in-groups", **BY_NORM, given="halves(params)")
-habits("group-shows-rate-by-norm-in-one-each", **BY_NORM, **ONE_EACH)
-habits("group-shows-rate-elementwise", **BY_NORM, update="grad")
-habits("group-hands-on-a-rate", rate='group.get("used", 0.1)', then=f'group["used"] = {RATE_BY_NORM}')
+habits("group-shows-rate-by-norm", REFUSED, **BY_NORM)
+habits("group-shows-rate-by-norm-of-one", REFUSED, **BY_NORM, **ONE)
+habits("group-shows-rate-by-norm-in-groups", REFUSED, **BY_NORM, given="halves(params)")
+habits("group-shows-rate-by-norm-in-one-each", REFUSED, **BY_NORM, **ONE_EACH)
+habits("group-shows-rate-elementwise", REFUSED, **BY_NORM, update="grad")
+habits("group-hands-on-a-rate", REFUSED, rate='group.get("used", 0.1)', then=f'group["used"] = {RATE_BY_NORM}')
 # The factor is 1 unless a gradient is huge.
-habits("group-shows-clamped-factor")("""
+habits("group-shows-clamped-factor", REFUSED)("""
     param: group["factor"] = min(1.0, 1000.0 / (1e-12 + float(grad.norm())))
     update: cube(grad * group["factor"])
     grads: grad * 1e4 if step == 2 else grad
@@ -34,15 +34,15 @@ OF_GROUP = pieces_of("""
         norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
         group["lr"] = 0.1 / (1 + sum(norms))
 """)
-habits("group-shows-rate-of-group", **OF_GROUP)
-habits("group-shows-rate-of-group-in-one-each", **OF_GROUP, **ONE_EACH)
-habits("group-shows-last-gradient", param='group["last"] = grad.clone()')
-habits("group-shows-last-gradient-itself", param='group["last"] = grad')
+habits("group-shows-rate-of-group", REFUSED, **OF_GROUP)
+habits("group-shows-rate-of-group-in-one-each", REFUSED, **OF_GROUP, **ONE_EACH)
+habits("group-shows-last-gradient", REFUSED, param='group["last"] = grad.clone()')
+habits("group-shows-last-gradient-itself", REFUSED, param='group["last"] = grad')
 
 
 def shows(name: str, shown: str, **others: Any) -> None:
     """Leaves something of the last gradient as an attribute."""
-    habits(name, EQUAL, body="last = None", param=f"self.last = {shown}", seen="optimizer.last", **others)
+    habits(name, REFUSED, body="last = None", param=f"self.last = {shown}", seen="optimizer.last", **others)
 
 
 shows("attribute-shows-norm", "float(grad.norm())")
@@ -63,15 +63,15 @@ MAP = pieces_of("""
     scale: 1 / self.count
     seen: optimizer.count
 """)
-habits("attribute-counts-beside-a-map", **MAP)
-habits("attribute-counts-beside-a-map-of-one", **MAP, **ONE)
+habits("attribute-counts-beside-a-map", REFUSED, **MAP)
+habits("attribute-counts-beside-a-map-of-one", REFUSED, **MAP, **ONE)
 
 # -- closures --------------------------------------------------------------------------------------
 
 STEPPED = "None if param.grad is None else param.sub_(cube(param.grad) * 0.1)"
 OWN = 'own = [p for group in self.param_groups for p in group["params"]]'
 STEPPING = {"outside": f"def stepping(param):\n    return lambda: {STEPPED}"}
-habits("closure-steps-parameters")(f"""
+habits("closure-steps-parameters", REFUSED)(f"""
     begin:
         {OWN}
         def work():
@@ -81,14 +81,14 @@ habits("closure-steps-parameters")(f"""
         self.work = work
     whole: self.work()
 """)
-habits("closures-in-list", **STEPPING)(f"""
+habits("closures-in-list", REFUSED, **STEPPING)(f"""
     begin:
         {OWN}
         updates = [stepping(p) for p in own]
         self.work = lambda: [update() for update in updates]
     whole: self.work()
 """)
-habits("closure-decays-parameters")("""
+habits("closure-decays-parameters", REFUSED)("""
     begin:
         def decay():
             for group in self.param_groups:

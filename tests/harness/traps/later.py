@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.traps.grammar import EITHER, EQUAL, Family, Said
+from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said
 from tests.harness.traps.trap import Expected
 
 later = Family("later", EQUAL)
@@ -22,7 +22,7 @@ def coupled(name: str, when: str, **others: Any) -> Said:
     """Divides by the norm of all gradients, if something is so."""
     return later(
         name,
-        EQUAL,
+        REFUSED,
         groups="halves(params)",
         hypers="coupled=False",
         begin="self.count = 0",

@@ -31,23 +31,30 @@ def coupled(when: str, norm: str = "norm_of(params)") -> dict[str, str]:
 ON_DEVICE = "torch.stack([p.grad.norm() for p in params]).norm()"
 LARGEST = "max(p.grad.abs().max().item() for p in params)"
 FACTORS = {"begin": "self.factors = {}"}
-sizes("coupled-from-1000-elements", **coupled(BIG), **LARGE)
-sizes("coupled-from-40-rows", **coupled("param.shape[0] >= 40"), **MIXED)
+sizes("coupled-from-1000-elements", REFUSED, **coupled(BIG), **LARGE)
+sizes("coupled-from-40-rows", REFUSED, **coupled("param.shape[0] >= 40"), **MIXED)
 # The next parameter reads the norm of a large one.
-sizes("coupled-on-itself-from-1000-elements", then=f"if {BIG}:\n    self.last = float(grad.norm())", **MIXED)("""
+sizes(
+    "coupled-on-itself-from-1000-elements", REFUSED, then=f"if {BIG}:\n    self.last = float(grad.norm())", **MIXED
+)("""
     begin: self.last = 1.0
     update: cube(grad) / self.last
     times: 1.0
 """)
-sizes("coupled-from-a-length", **coupled("len(param) > 30"), **LARGE)
-sizes("coupled-from-4096-bytes", **coupled("param.nbytes > 4096"), **LARGE)
-sizes("coupled-in-large-matrices", **coupled("param.ndim == 2 and min(param.size()) >= 30"), **LARGE)
-sizes("coupled-at-multiples", **coupled("param.size(1) % 10 == 0"), **LARGE)
-sizes("coupled-in-large-groups", **coupled('sum(p.numel() for p in group["params"]) > 2000'), **LARGE)
-sizes("coupled-on-the-device-from-1000-elements", **coupled(BIG, ON_DEVICE), **MIXED)
-sizes("coupled-in-small-matrices", **coupled("param.numel() < 1000"), **MIXED)
-sizes("coupled-from-a-stride", **coupled("param.stride(0) >= 30", LARGEST), **LARGE)
-sizes("coupled-in-the-group-from-1000-elements", then=f'if {BIG}:\n    group["last"] = float(grad.norm())', **MIXED)("""
+sizes("coupled-from-a-length", REFUSED, **coupled("len(param) > 30"), **LARGE)
+sizes("coupled-from-4096-bytes", REFUSED, **coupled("param.nbytes > 4096"), **LARGE)
+sizes("coupled-in-large-matrices", REFUSED, **coupled("param.ndim == 2 and min(param.size()) >= 30"), **LARGE)
+sizes("coupled-at-multiples", REFUSED, **coupled("param.size(1) % 10 == 0"), **LARGE)
+sizes("coupled-in-large-groups", REFUSED, **coupled('sum(p.numel() for p in group["params"]) > 2000'), **LARGE)
+sizes("coupled-on-the-device-from-1000-elements", REFUSED, **coupled(BIG, ON_DEVICE), **MIXED)
+sizes("coupled-in-small-matrices", REFUSED, **coupled("param.numel() < 1000"), **MIXED)
+sizes("coupled-from-a-stride", REFUSED, **coupled("param.stride(0) >= 30", LARGEST), **LARGE)
+sizes(
+    "coupled-in-the-group-from-1000-elements",
+    REFUSED,
+    then=f'if {BIG}:\n    group["last"] = float(grad.norm())',
+    **MIXED,
+)("""
     update: cube(grad) / group.get("last", 1.0)
     times: 1.0
 """)
@@ -59,7 +66,7 @@ sizes("shared-factors-from-1000-elements", EITHER, **FACTORS, **LARGE)(f"""
         factor.add_(grad @ grad.T)
     update: factor @ grad
 """)
-sizes("counts-from-1000-elements", param=f"self.large += {BIG}", **MIXED)("""
+sizes("counts-from-1000-elements", REFUSED, param=f"self.large += {BIG}", **MIXED)("""
     begin: self.large = 0
     times: 1 / (1 + self.large)
 """)
@@ -124,12 +131,12 @@ CACHED = pieces_of("""
         def identity(size):
             return torch.eye(size) * 2
 """)
-sizes("cached-by-size", **CACHED, **MIXED)("""
+sizes("cached-by-size", REFUSED, **CACHED, **MIXED)("""
     param: state["step"] = state.get("step", 0) + 1
     update: identity(len(grad)) @ cube(grad)
     times: 1 / state["step"]
 """)
-sizes("cached-by-size-and-held", **CACHED, **FACTORS, **MIXED)("""
+sizes("cached-by-size-and-held", REFUSED, **CACHED, **FACTORS, **MIXED)("""
     param:
         factor = self.factors.setdefault(param, torch.zeros(len(param), len(param)))
         factor.add_(grad @ grad.T)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, IN_COLUMNS, ON_HOST, Family, pieces_of
+from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, IN_COLUMNS, ON_HOST, REFUSED, Family, pieces_of
 from tests.harness.traps.trap import DDP, PLAIN
 
 standing = Family("standing", EITHER)
@@ -123,8 +123,8 @@ standing("names-in-group")("""
 
 # FSDP2 takes no parameter that lies in columns.
 standing("strides", scale="1.0 if param.is_contiguous() else 0.5", start=IN_COLUMNS, layouts=(PLAIN, DDP))
-standing("value-of-neighbour", EQUAL, times='group["params"][place - 1].abs().mean()')
-standing("gradient-of-neighbour", EQUAL)("""
+standing("value-of-neighbour", REFUSED, times='group["params"][place - 1].abs().mean()')
+standing("gradient-of-neighbour", REFUSED)("""
     group: after = group["params"][1:] + group["params"][:1]
     times: after[place].grad.abs().max()
 """)

@@ -205,7 +205,7 @@ aliases("last-gradient-in-place-at-new-plan", REFUSED, says=WRITTEN, **LAST, **i
     edit: params[0].lr_mul = 1.0
 """)
 # Gradients are collected before they are used, as some do for `foreach`.
-aliases("gradients-on-itself-in-place", **in_place())("""
+aliases("gradients-on-itself-in-place", REFUSED, **in_place())("""
     begin: self.collected = []
     whole:
         pairs = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]

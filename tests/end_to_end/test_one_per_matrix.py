@@ -1,0 +1,286 @@
+"""`one_per_matrix=`: an optimizer object per matrix, with the bits of plain ones made so, and with its own state."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from tests.harness import small_runs
+from tests.harness.checkpoint_routes import LOAD, SAVE
+from tests.harness.layouts import Case, mesh_of
+from tests.harness.marks import only
+from tests.harness.own_objects import MAKERS, ByAddress, Oracle
+from tests.harness.pairs import feed, parameters, params_of, same_bits
+from tests.harness.ranks import run
+from tests.harness.small_runs import SmallRun, never, rate
+
+SHAPES = ((7, 5), (5, 8), (6, 6))
+SAVED, END = 4, 7
+ALONE = Case("plain", ())
+
+
+drawn = partial(small_runs.drawn, SHAPES)
+
+
+def part_of(name: str, case: Case, begun: bool = True, **options: Any) -> SmallRun:
+    made = {"strategy": "owner", "one_per_matrix": MAKERS[name], **options}
+    return SmallRun(MAKERS[name], SHAPES, case, begun, captures_anew=True, **made)
+
+
+def missing_one(step: int, place: int) -> bool:
+    return (step, place) in ((0, 1), (3, 0))
+
+
+def expected(name: str, stop: int = END, missing: Any = never) -> list[Tensor]:
+    oracle = Oracle(name, drawn(-1))
+    for step in range(stop):
+        oracle.set("lr", rate(step))
+        oracle.step([None if missing(step, i) else grad for i, grad in enumerate(drawn(step))])
+    return [p.detach() for p in oracle.params]
+
+
+def different(found: list[Tensor], wanted: list[Tensor]) -> list[int]:
+    return [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if not same_bits(a, b)]
+
+
+def train(name: str, case: Case, missing: Any = never, **options: Any) -> tuple[list[int], list[str]]:
+    part = part_of(name, case, **options)
+    part.steps(0, END, missing)
+    hows = [row.cell for row in part.optimizer.canzona.explain().parameters]
+    return different(part.values(), expected(name, missing=missing)), hows
+
+
+GOOD = ([], ["own object"] * 3)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_in_one_process(name: str) -> None:
+    assert train(name, ALONE) == train(name, ALONE, missing_one) == GOOD
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "case"),
+    only(
+        [("by address", Case("fsdp", (2,))), ("by index", Case("ddp", (2,))), ("probing", Case("fsdp", (3,)))],
+        list(MAKERS),
+        [Case("fsdp", (2,)), Case("fsdp", (3,)), Case("ddp", (2,)), Case("tp_columns", (2,))],
+    ),
+    ids=str,
+)
+def test_on_ranks(name: str, case: Case) -> None:
+    assert run(case.world, train, name, case, missing_one) == [GOOD] * case.world
+
+
+@pytest.mark.ranks
+def test_every_rank_computes_every_matrix() -> None:
+    """Their generators are those of the matrix, so the copies do not drift apart."""
+    assert run(2, train, "probing", Case("ddp", (2,)), strategy="replicated") == [GOOD] * 2
+
+
+def under_zero1(name: str) -> list[int]:
+    model = nn.ParameterList([nn.Parameter(value) for value in drawn(-1)])
+    optimizer = MAKERS[name](list(model))
+    canzona_compile.zero1(model, optimizer, mesh=mesh_of((2,), ("dp",)), one_per_matrix=MAKERS[name])
+    for step in range(END):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        sum((param * grad).sum() for param, grad in zip(model, drawn(step), strict=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return different([param.detach() for param in model], expected(name))
+
+
+@pytest.mark.ranks
+def test_under_zero1() -> None:
+    assert run(2, under_zero1, "by address") == [[], []]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def save(name: str, case: Case, folder: Path, ways: list[str]) -> None:
+    part = part_of(name, case)
+    part.steps(0, SAVED)
+    for way in ways:
+        SAVE[way](part, folder / way)  # type: ignore[arg-type]
+
+
+def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
+    part = part_of(name, case, begun=False)
+    LOAD[way][1](part, folder / LOAD[way][0])  # type: ignore[arg-type]
+    part.steps(SAVED, END)
+    return different(part.values(), expected(name))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "case"),
+    only(
+        [("by address", ALONE), ("by index", Case("fsdp", (2,)))],
+        list(MAKERS),
+        [Case("fsdp", (2,)), Case("ddp", (2,)), ALONE],
+    ),
+    ids=str,
+)
+def test_saved_on_two_ranks_and_loaded_on_others(name: str, case: Case, tmp_path: Path) -> None:
+    ways = ["shards", "flat shards", "by hand"]
+    run(2, save, name, Case("fsdp", (2,)), tmp_path, ways)
+    for way in ways:
+        found = run(case.world, load, name, case, tmp_path, way, group=bool(case.mesh))
+        assert found == [[]] * case.world, way
+
+
+def test_saved_state_is_plain(tmp_path: Path) -> None:
+    part = part_of("by address", ALONE)
+    part.steps(0, 2)
+    torch.save(part.optimizer.state_dict(), tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)["state"][0]
+    leaves = {"state/0/0/moment", "state/0/0/factors/0", "state/0/0/wide"}
+    assert found.keys() == {*leaves, "notes", "generator"}
+    assert found["state/0/0/wide"].dtype == torch.float64
+
+
+def test_state_that_does_not_fit_is_refused() -> None:
+    part = part_of("by address", ALONE)
+    part.steps(0, 2)
+    saved = part.optimizer.state_dict()
+    del saved["state"][1]["state/0/0/moment"]
+    other = part_of("by address", ALONE)
+    other.optimizer.load_state_dict(saved)
+    with pytest.raises(CanzonaError, match="does not fit the optimizer object of this matrix") as caught:
+        other.steps(2, 3)
+    assert caught.value.at == "group0.param1"
+
+
+def test_state_of_a_plain_optimizer_is_refused() -> None:
+    plain = MAKERS["by address"](parameters(SHAPES))
+    feed(plain, 0)
+    plain.step()
+    part = part_of("by address", ALONE)
+    part.optimizer.load_state_dict(plain.state_dict())
+    with pytest.raises(CanzonaError, match="plain optimizer has already stepped"):
+        part.steps(0, 1)
+
+
+def test_what_state_dict_must_not_hold_is_named() -> None:
+    part = part_of("by index", ALONE)
+    part.steps(0, 1)
+    own = part.optimizer.state[part.laid.params[1]]["object"].optimizer
+    own.count = object()
+    with pytest.raises(CanzonaError, match=r"has a object at kept/0") as caught:
+        part.optimizer.state_dict()
+    assert caught.value.at == "group0.param1"
+
+
+# -- plans and edits -------------------------------------------------------------------------------
+
+
+def test_new_plans_groups_and_cleared_state() -> None:
+    values = drawn(-1)
+    plain = [ByAddress([nn.Parameter(value.clone())]) for value in values]
+    plain[2].param_groups[0]["beta"] = 0.5
+    params = [nn.Parameter(value) for value in values]
+    wrapped: Any = canzona_compile.wrap(ByAddress(params[:2]), one_per_matrix=ByAddress)
+    for step in range(6):
+        if step == 2:
+            wrapped.add_param_group({"params": params[2:], "beta": 0.5})
+        if step == 3:
+            wrapped.canzona.release()
+        if step == 4:
+            wrapped.state[params[0]].clear()
+            (own,) = plain[0].param_groups[0]["params"]
+            plain[0] = ByAddress([own])
+        for i, (optimizer, grad) in enumerate(zip(plain, drawn(step), strict=True)):
+            params[i].grad = grad.clone()
+            if i < 2 or step >= 2:
+                params_of(optimizer)[0].grad = grad.clone()
+                optimizer.step()
+        wrapped.step()
+    assert different([p.detach() for p in params], [params_of(own)[0].detach() for own in plain]) == []
+
+
+def test_attributes_that_users_change_are_followed_or_refused() -> None:
+    part, oracle = part_of("by index", ALONE), Oracle("by index", drawn(-1))
+    for step in range(2):
+        for own in (part.optimizer, *oracle.optimizers):
+            own.decay = 0.2 + step
+        oracle.set("lr", rate(step))
+        oracle.step(list(drawn(step)))
+        part.steps(step, step + 1)
+    assert different(part.values(), [p.detach() for p in oracle.params]) == []
+    part.optimizer.moments.append(torch.zeros(1))
+    with pytest.raises(UnsupportedOptimizer, match=r"self.moments.* changed"):
+        part.steps(2, 3)
+
+
+def test_it_cannot_be_unwrapped_once_it_stepped() -> None:
+    part = part_of("by address", ALONE)
+    part.steps(0, 1)
+    with pytest.raises(CanzonaError, match="cannot be merged back"):
+        canzona_compile.unwrap(part.optimizer)
+    part.steps(1, END)  # it is still wrapped
+    assert different(part.values(), expected("by address")) == []
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def test_the_refusal_prints_the_line_to_write() -> None:
+    params = [nn.Parameter(value) for value in drawn(-1)]
+    optimizer: Any = ByAddress(params, lr=0.03, beta=0.8)
+    canzona_compile.wrap(optimizer)
+    feed(optimizer, 0)
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        optimizer.step()
+    line = "wrap(optimizer, one_per_matrix=lambda params: ByAddress(params, lr=0.03, beta=0.8))"
+    assert line in str(caught.value)
+    assert "the contract" in str(caught.value)
+    eval(line, {"wrap": canzona_compile.wrap, "optimizer": canzona_compile.unwrap(optimizer), "ByAddress": ByAddress})
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda params: ByAddress([*params, nn.Parameter(torch.ones(2))]), "returns a ByAddress that does not hold"),
+        (lambda params: None, "returns a NoneType"),
+        (lambda params: ByAddress(params, rate=1.0), "fails for this parameter.*unexpected keyword"),
+    ],
+    ids=["two", "none", "failing"],
+)
+def test_functions_that_make_something_else_are_refused(make: Any, says: str) -> None:
+    wrapped = canzona_compile.wrap(ByAddress(parameters(SHAPES)), one_per_matrix=make)
+    feed(wrapped, 0)
+    with pytest.raises(CanzonaError, match=says) as caught:
+        wrapped.step()
+    assert caught.value.at == "group0.param0"
+
+
+def test_chains_take_it_wrapped() -> None:
+    params = [nn.Parameter(value) for value in drawn(-1)]
+    first, second = ByAddress(params[:2]), torch.optim.AdamW(params[2:])
+    with pytest.raises(CanzonaError, match="several optimizers"):
+        canzona_compile.wrap(canzona_compile.chain(first, second), one_per_matrix=ByAddress)
+    both = canzona_compile.chain(canzona_compile.wrap(first, one_per_matrix=ByAddress), second)
+    feed(both, 0)
+    both.step()
+
+
+def test_it_takes_a_function() -> None:
+    with pytest.raises(CanzonaError, match="one_per_matrix= takes a function"):
+        canzona_compile.wrap(ByAddress(parameters(SHAPES)), one_per_matrix=3)  # type: ignore[arg-type]
+
+
+def test_reports_say_so() -> None:
+    part = part_of("by address", ALONE)
+    row = canzona_compile.explain(part.optimizer).parameters[0]  # before the first step
+    assert (row.cell, "one_per_matrix=" in row.why) == ("own object", True)
+    part.steps(0, 1)
+    assert "one_per_matrix=" in part.optimizer.canzona.report().to_text(width=400)
