@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from canzona_compile import __version__
 from canzona_compile.compat.logs import set_up
-from canzona_compile.tools.acceptance import command as acceptance
 from canzona_compile.tools.calibration import command as calibration
 from canzona_compile.tools.output import exit_code
 from canzona_compile.tools.planning import command as planning
@@ -63,11 +62,6 @@ COMMANDS = {
         "measure real steps of your model on this machine: time per phase, a trace, rates for the planner",
         profiling.add_arguments,
         profiling.run,
-    ),
-    "accept": Command(
-        "test everything on the GPUs of this machine, riskiest parts first; exit code 1 if a step fails",
-        acceptance.add_arguments,
-        acceptance.run,
     ),
 }
 

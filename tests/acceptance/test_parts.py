@@ -1,4 +1,4 @@
-"""`accept` in parts on one GPU: which ranks take which step, how little time is spent, and what is written when."""
+"""Parts on one GPU: which ranks take which step, how little time is spent, and what is written when."""
 
 from __future__ import annotations
 
@@ -16,31 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_compile.__main__ import main
+from acceptance import supervisor
+from acceptance.__main__ import Taken, accept, all_steps, interrupted_by_signals, main, ranks_here, taken
+from acceptance.journal import files_of
+from acceptance.step import AcceptanceStep, AcceptedMachine, OneProgram, OnRanks
+from acceptance.steps_machine import files_of_gpu_tests
+from acceptance.supervisor import interrupts_reach_programs
 from canzona_compile.tools import processes
-from canzona_compile.tools.acceptance import supervisor
-from canzona_compile.tools.acceptance.command import (
-    Taken,
-    accept,
-    all_steps,
-    alone,
-    interrupted_by_signals,
-    ranks_here,
-    taken,
-)
-from canzona_compile.tools.acceptance.journal import files_of
-from canzona_compile.tools.acceptance.machine import AcceptedMachine
-from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
-from canzona_compile.tools.acceptance.steps_machine import files_of_gpu_tests
-from canzona_compile.tools.acceptance.supervisor import interrupts_reach_programs
 from canzona_compile.tools.processes import backend_for
-from tests.tools import planted_steps as planted
+from tests.acceptance import planted_steps as planted
 
 ROOT = Path(__file__).parents[2]
-
-
-def one_gpu(ranks: int) -> AcceptedMachine:
-    return AcceptedMachine("cuda", ranks, ROOT, "nccl" if ranks == 1 else "gloo")
+ONE = {1: AcceptedMachine("cpu", 1)}
 
 
 @pytest.fixture
@@ -55,11 +42,11 @@ def test_ranks_that_share_a_gpu_talk_through_gloo(gpus: None) -> None:
     assert ranks_here(None, "cuda") == (1, 2, 4)
     assert ranks_here((2,), "cuda") == (2,)
     places, _store = processes.places_here(2, "cuda", 1.0)
-    assert [(place.backend, place.device_index) for place in places] == [("gloo", 0), ("gloo", 0)]
+    assert [place.device_index for place in places] == [0, 0]
 
 
-def test_one_gpu_takes_every_layout_and_says_what_it_cannot() -> None:
-    machines = {n: one_gpu(n) for n in (1, 2, 4)}
+def test_one_gpu_takes_every_layout_and_says_what_it_cannot(gpus: None) -> None:
+    machines = {n: AcceptedMachine("cuda", n) for n in (1, 2, 4)}
     steps = all_steps(dry=False, part="correctness")
     found = taken(steps, machines)
     by_name: dict[str, list[int]] = {}
@@ -85,14 +72,14 @@ def starts(found: list[Taken]) -> int:
     """How often ranks are started on one GPU: where others have died, are as many, or have other variables."""
     count, running = 0, None
     for step, ranks in found:
-        if isinstance(step.work, OnRanks) and not one_gpu(ranks).missing(step):
+        if isinstance(step.work, OnRanks) and not AcceptedMachine("cuda", ranks).missing(step):
             count += running != (ranks, step.work.variables)
             running = None if step.work.ends_ranks else (ranks, step.work.variables)
     return count
 
 
-def test_a_smoke_test_is_for_one_rank() -> None:
-    steps, machine = all_steps(dry=False, part="smoke"), one_gpu(1)
+def test_a_smoke_test_is_for_one_rank(gpus: None) -> None:
+    steps, machine = all_steps(dry=False, part="smoke"), AcceptedMachine("cuda", 1)
     assert not any(machine.missing(step) for step in steps)
     names = {step.name for step in steps}
     assert {"layouts/muon/whole/float32", "audit/measured-after-recording/whole", "tests/runtime"} <= names
@@ -138,9 +125,8 @@ def test_time_that_is_over_ends_no_record_and_fails_nothing(tmp_path: Path) -> N
     """A program that takes too long says what it knows; what finds no time is skipped; everything is in the archive."""
     says = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('so far 3 of 9')"
     steps = [step("long", OneProgram(("{python}", "-c", says))), step("late", OnRanks(planted.good))]
-    machine = AcceptedMachine("cpu", 1, ROOT)
     folder = tmp_path / "results"
-    assert accept(steps, machine, alone("cpu", 1), folder, "some", (1,), time.monotonic() + 3) == 0
+    assert accept(steps, ONE, folder, "some", time.monotonic() + 3) == 0
     found = found_in(folder)
     assert found["long"]["status"] == found["late"]["status"] == "skipped"
     assert "no time" in found["long"]["said"]
@@ -154,23 +140,14 @@ def test_ranks_that_never_join_end_in_time(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(supervisor, "STARTING", 60.0)
     monkeypatch.setattr(supervisor, "join", planted.never_joins)
     begin, steps = time.monotonic(), [step("first", OnRanks(planted.good))]
-    accept(steps, AcceptedMachine("cpu", 1, ROOT), alone("cpu", 1), tmp_path / "out", "some", (1,), begin + 3)
+    accept(steps, ONE, tmp_path / "out", "some", begin + 3)
     assert time.monotonic() - begin < 50
     assert found_in(tmp_path / "out")["first"]["status"] == "skipped"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_an_interrupt_leaves_an_archive(number: signal.Signals, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "canzona_compile",
-        "accept",
-        "correctness",
-        "--dry",
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, "-m", "acceptance", "correctness", "--dry", "--output", str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with interrupts_reach_programs():  # these tests may run in the background
         started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -200,7 +177,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 
 
 def test_the_list_names_needs_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["accept", "--list", "--dry", "--ranks", "1,2"]) == 0
+    assert main(["--list", "--dry", "--ranks", "1,2"]) == 0
     said = capsys.readouterr().out
     for own in all_steps(dry=True):
         assert f"\n{own.name}: {own.shows}\n    needs " in said
@@ -208,26 +185,6 @@ def test_the_list_names_needs_and_reasons(capsys: pytest.CaptureFixture[str]) ->
     assert "here: ranks 2" in said
     assert "here: skipped, needs ranks in fours" in said
     assert "NCCL" in said
-
-
-def test_a_record_of_each_test_is_written_at_once(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(
-        "import os, signal, pytest\n"
-        "def test_good(record_property): record_property('apart', 0.5)\n"
-        "def test_bad(): assert 1 == 2\n"
-        "@pytest.mark.skip(reason='not here')\n"
-        "def test_not(): pass\n"
-        "def test_dies(): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    plugin = ("-p", "canzona_compile.tools.acceptance.recorded_tests", "--record", str(tmp_path / "tests.jsonl"))
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(tmp_path), *plugin]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, str(tmp_path / "test_some.py")], env=environment, capture_output=True, check=False)
-    records = [json.loads(line) for line in (tmp_path / "tests.jsonl").read_text().splitlines()]
-    assert [own["outcome"] for own in records] == ["passed", "failed", "skipped"]
-    assert records[0]["apart"] == 0.5
-    assert "assert 1 == 2" in records[1]["said"]
-    assert "not here" in records[2]["said"]
 
 
 WITHOUT = """if True:
