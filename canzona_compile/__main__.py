@@ -43,11 +43,6 @@ COMMANDS = {
         calibration.add_arguments,
         calibration.run,
     ),
-    "diff": Command(
-        "compare two plans; exit code 1 if they differ",
-        planning.add_diff_arguments,
-        planning.run_diff,
-    ),
     "tune": Command(
         "measure which kernels beat the library on this GPU, and save the result for later runs",
         tuning.add_arguments,

@@ -28,7 +28,7 @@ FOLDERS = ("canzona_compile", "passes", "kernels", "tests", "examples", "benchma
 MOST_STATEMENT_LINES = 60  # of a function, without its signature and docstring
 MOST_IMPORTS = 25  # of modules of ours, in a module that is no list of others
 
-HEAVY = {"scipy", "networkx", "plotly", "triton"}  # loaded where they are used
+HEAVY = {"networkx", "plotly", "triton"}  # loaded where they are used
 
 Sources = Mapping[str, str]  # by module name: kernels.ops, ir.step, errors; "" is the package itself
 

@@ -62,13 +62,6 @@ def wrap(optimizer: Opt, *, model: nn.Module | None = None, **options: Unpack[Wr
     if not isinstance(members[0], Optimizer):
         raise no_optimizer(optimizer)
     names = () if model is None or len(members) > 1 else names_in(model, members[0])
-    if options.get("planner") == "exact":
-        raise CanzonaError(
-            "the planner 'exact' stops at a time limit, so ranks would make different plans",
-            at="wrap(..., planner=)",
-            hint="write a plan once with `canzona-compile plan --exact --format json -o plan.json`, then pass "
-            "plan='plan.json'",
-        )
     wanted = made_options("wrap", WrapOptions.__optional_keys__, options, names=names)
     if type(chain) not in (type(None), Chain, CanzonaChain):
         raise CanzonaError(

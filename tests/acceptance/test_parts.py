@@ -192,12 +192,12 @@ WITHOUT = """if True:
 
     class Missing(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] in ("rich", "scipy", "hypothesis", "plotly", "jinja2"):
+            if name.partition(".")[0] in ("rich", "hypothesis", "plotly", "jinja2"):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     sys.meta_path.insert(0, Missing())
     from importlib import util
-    find, util.find_spec = util.find_spec, lambda name: None if name in ("rich", "scipy") else find(name)
+    find, util.find_spec = util.find_spec, lambda name: None if name == "rich" else find(name)
     from canzona_compile.__main__ import main
     sys.exit(main(sys.argv[1:]))
     """
