@@ -41,9 +41,8 @@ def wrap(optimizer: Opt, *, model: nn.Module | None = None, **options: Unpack[Wr
 
     Args:
         optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
-            another, or a chain of such optimizers. Parameters may be plain tensors or DTensors. If this is an object
-            that only steps the optimizers inside it (torchtitan's container, Accelerate's and Lightning's proxies),
-            these are wrapped.
+            another, or a chain of such optimizers. Parameters may be plain tensors or DTensors. Of torchtitan's
+            container, and of Accelerate's and Fabric's proxies, what is inside is wrapped.
         model: gives the parameters their names, for `split`, `layout` and reports, if a parameter group has no
             `param_names`.
         options: what `canzona_compile.Options` describes.

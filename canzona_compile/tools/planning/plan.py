@@ -84,7 +84,7 @@ def plan(
         rank: a rank whose timeline to show.
         alternatives: whether to predict the plans of other planners too.
         say: called with words that tell the progress.
-        options: likewise: `numerics`, `capacity`, `micro_groups`, `depth`, `planner` (here also "exact"), `alpha`.
+        options: likewise: `numerics`, `capacity`, `micro_groups`, `depth`, `planner`, `alpha`.
 
     Returns:
         The plan and its figures, which can be written in several formats.
