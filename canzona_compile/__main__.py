@@ -54,7 +54,7 @@ COMMANDS = {
         verify.run,
     ),
     "profile": Command(
-        "measure real steps of your model on this machine: time per phase, a trace, rates for the planner",
+        "measure real steps of your model on this machine: time per phase and a trace",
         profiling.add_arguments,
         profiling.run,
     ),

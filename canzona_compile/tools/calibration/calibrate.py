@@ -7,7 +7,7 @@ import os
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.machine.hardware import ONE_NODE, Hardware, named_hardware, processors
+from canzona_compile.machine.hardware import Hardware, hardware_from, named_hardware
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
@@ -22,6 +22,7 @@ HOW = {  # what is measured, by the name of the rate
     "launch": "operators on next to no data, caches cleared",
     "host": "a step with many small matrices, outside of its program, caches cleared",
 }
+ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that were not measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -80,6 +81,11 @@ def calibrate(
     return measured_machine(started.cpu(ranks, how), kind, how, device, ranks), True
 
 
+def processors() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_base(device: str) -> str:
     """The name of the known kind of machine that is most like this one."""
     if device == "cpu":
@@ -119,4 +125,8 @@ def measured_machine(
     measured = {**found, "memory": memory}
     shape = {"name": name, "device": device, "backend": backend, "overlap": gpu}
     shape |= {"ranks_per_node": near, "processors": near if gpu else cores}
-    return base.with_measured(shape, measured, {rate: sources[rate] for rate in measured}, "calibrate")
+    kept = {rate: f"assumed, as {base.name}: {text}" for rate, text in base.sources if rate not in measured}
+    kept |= {rate: sources[rate] for rate in measured}
+    return hardware_from(
+        {**base.to_dict(), **shape, **measured, "sources": kept, "measured": sorted(measured)}, "calibrate"
+    )

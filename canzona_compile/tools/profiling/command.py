@@ -16,7 +16,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("build", metavar="module:function", help="function that returns (model, optimizer) on the CPU, as for verify")
     add("--steps", type=int, default=5, help="number of steps to measure (%(default)s)")
     add("--trace", metavar="FILE", help="write a trace of all ranks for ui.perfetto.dev")
-    add("--rates", metavar="FILE", help="write the measured rates, for plan --hardware")
     add("--json", action="store_true", help="print the report as JSON")
     add_run_arguments(parser)
 
@@ -24,6 +23,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(given: Namespace) -> int:
     """Measure, print the report, and return the exit code, which is 0."""
     with shown("profile", quiet=given.quiet):
-        found = profile(given.build, steps=given.steps, trace=given.trace, rates=given.rates, **run_arguments(given))
+        found = profile(given.build, steps=given.steps, trace=given.trace, **run_arguments(given))
     show(found.report, found.report.to_json if given.json else None)
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.machine.hardware import Hardware, hardware_of
+from canzona_compile.machine.hardware import hardware_of
 from canzona_compile.report.build import Report
 from canzona_compile.tools.output import check_output, write
 from canzona_compile.tools.processes import run_ranks
@@ -31,12 +31,10 @@ class StepProfile:
     Attributes:
         report: of rank 0, with the measured phases of all ranks.
         ranks: what each rank did.
-        learnt: rates that explain it; None if they were not asked for.
     """
 
     report: Report
     ranks: tuple[RankProfile, ...]
-    learnt: Hardware | None
 
 
 def profile(
@@ -48,7 +46,6 @@ def profile(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     trace: str | Path | None = None,
-    rates: str | Path | None = None,
     limit: float = 600.0,
 ) -> StepProfile:
     """Take real steps with random gradients on gloo ranks of one thread, and measure their phases.
@@ -62,7 +59,6 @@ def profile(
         seed: for `build` and for the gradients.
         options: options of `wrap`.
         trace: a file to write a trace of the steps to, for ui.perfetto.dev.
-        rates: a file to write the rates to that explain the steps, for `plan --hardware` and `wrap(hardware=)`.
         limit: seconds until the processes are ended.
 
     Raises:
@@ -73,18 +69,14 @@ def profile(
         raise CanzonaError(f"steps={steps} measures nothing", hint="5 steps are enough")
     check_arguments(max(2, steps), ranks, layout, limit, options)
     check_output(trace, "trace")
-    check_output(rates, "rates")
     log.info("profile %s: %d ranks, %d steps", name_of(build), ranks, steps)
     order = Order(packed(build), steps, layout, seed, options)
-    outcomes: list[RankProfile] = run_ranks(ranks, run_profiled, (order, rates is not None), limit)
+    outcomes: list[RankProfile] = run_ranks(ranks, run_profiled, (order,), limit)
     report = outcomes[0].report
     assert report is not None
-    found = StepProfile(report, tuple(outcomes), outcomes[0].learnt)
+    found = StepProfile(report, tuple(outcomes))
     if trace is not None:
         made = real_trace(found.ranks, name_of(build), report.optimizer, hardware_of(report.machine))
         write(json.dumps(made), trace, "trace")
         log.info("%s: a trace of %d ranks; open it with ui.perfetto.dev", trace, ranks)
-    if rates is not None and found.learnt is not None:
-        write(found.learnt.to_json(), rates, "rates")
-        log.info("%s: learnt %s", rates, ", ".join(found.learnt.measured))
     return found

@@ -12,14 +12,11 @@ import torch.distributed as dist
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Phase, Step
-from canzona_compile.machine.hardware import Hardware
 from canzona_compile.report.build import Report
-from canzona_compile.report.measured import simulated_steps
 from canzona_compile.runtime.step_clock import MeasuredStep
 from canzona_compile.session.measuring import both_measured
 from canzona_compile.simulation.simulate import teams
 from canzona_compile.tools.profiling.alignment import ClockOffset, offset_to_first
-from canzona_compile.tools.profiling.learn import learn
 from canzona_compile.tools.verification.failure import blamed
 from canzona_compile.tools.verification.layouts import give, share
 from canzona_compile.tools.verification.user_model import built, random_gradients
@@ -54,7 +51,6 @@ class RankProfile:
         offset: to the clock of rank 0.
         report: of the run; only from rank 0.
         fingerprint: of the plan.
-        learnt: the rates that were learnt; only from rank 0, if they are wanted.
     """
 
     rank: int
@@ -64,11 +60,10 @@ class RankProfile:
     offset: ClockOffset
     report: Report | None
     fingerprint: str
-    learnt: Hardware | None
 
 
-def run_profiled(rank: int, order: Order, learns: bool) -> RankProfile:
-    """Measure some steps on this rank; the first one learns rates from them if that is wanted."""
+def run_profiled(rank: int, order: Order) -> RankProfile:
+    """Measure some steps on this rank."""
     made = built(order.build, order.seed)
     share(made, order.layout, order.options)
     optimizer: Any = made.optimizer
@@ -89,19 +84,14 @@ def run_profiled(rank: int, order: Order, learns: bool) -> RankProfile:
             "the last step made a new plan, so no step of the old plan is left to show", hint="measure more steps"
         )
     offset = offset_to_first()
-    report = optimizer.canzona.report() if rank == 0 else None
-    learnt = None
-    if report is not None and learns:
-        learnt = learn(report.measured, simulated_steps(found, optimizer.canzona.reported()), dist.get_world_size())
     return RankProfile(
         rank=rank,
         steps=found.own,
         transfers=tuple({} if step is None else transfers(step, rank) for step in found.steps),
         computed=tuple({} if step is None else computed(step, rank) for step in found.steps),
         offset=offset,
-        report=report,
+        report=optimizer.canzona.report() if rank == 0 else None,
         fingerprint=optimizer.canzona.plan().fingerprint,
-        learnt=learnt,
     )
 
 
