@@ -110,10 +110,10 @@ bench-gpu: $(READY)
 	@$(OWN) benchmarks/gpu.py $(BENCH_ARGS)
 
 # What to run first where there is a GPU: what may be wrong or hang, then tests, tuning and the benchmark, for an hour.
-# Of a node: torchrun --nproc-per-node 8 -m canzona_compile.tools.accept. ACCEPT_ARGS=--dry runs it without one, tiny.
+# ACCEPT_ARGS=--dry runs it without one, tiny.
 # In parts of under nine minutes, without make, a smoke test first: docs/gpu.md.
 gpu-acceptance: $(READY)
-	@env -u TRITON_INTERPRET $(OWN) -m canzona_compile accept $(ACCEPT_ARGS)
+	@env -u TRITON_INTERPRET $(OWN) -m acceptance $(ACCEPT_ARGS)
 
 # Keeps $(VENV), which takes minutes to fill.
 clean:

@@ -20,12 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 import canzona_compile
-from canzona_compile.ownership.alpha import AlphaBalanced
+from canzona_compile.ownership.alpha import AlphaBalanced, static_start
 from canzona_compile.ownership.buffer import Shards, length, rows_of
 from canzona_compile.ownership.greedy import Rows
 from canzona_compile.ownership.jobs import NOTHING, Job, imbalance, loads
 from canzona_compile.ownership.lpt import TwoStageLpt
-from canzona_compile.ownership.static import StaticStart
 
 DATA = Path(canzona_compile.__file__).parent / "data" / "qwen3.json"
 STEPS = 5  # of Newton-Schulz
@@ -78,7 +77,7 @@ def figures_of(setting: Setting) -> tuple[float, ...]:
     The balanced rule is shown as it cuts, whether or not its plan would then be taken instead of the static one.
     """
     jobs, rows = jobs_of(setting.model, setting.tensor_parallel), setting.rows
-    static = StaticStart().shards(jobs, rows)
+    static = static_start(jobs, rows)
     even, balanced = (AlphaBalanced(alpha).shards(jobs, rows) for alpha in (0.0, 1.0))
     free = {job.index: r for job, (r, _) in zip(jobs, TwoStageLpt()(jobs, rows, 1, NOTHING), strict=True)}
     plans = (rows_of(static), rows_of(even), rows_of(balanced), contiguous(jobs, rows), free)

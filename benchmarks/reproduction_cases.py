@@ -14,18 +14,20 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Form, Step, Strategy
 from canzona_compile.machine.hardware import named_hardware
-from canzona_compile.passes import OwnerReplica, lowering_passes, planning_passes
+from canzona_compile.passes import OwnerReplica, lowering_passes
+from canzona_compile.report.build import imbalance, rank_loads
 from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.figures import Alternative
 from canzona_compile.tools.planning.mesh import parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_of
 from canzona_compile.tools.planning.plan import machine_of
 from canzona_compile.tools.planning.weights import Decoder, Model, parse_split, preset
+from static_start import planning_by
 
 HARDWARE = named_hardware("h100")
 # What the paper's abstract and its appendix say of Qwen3-32B on 256 GPUs.
 PAPER = {"step": 0.0717, "optimizer ratio": 5.8, "iteration ratio": 1.57}
-PLANNERS = ("static", "alpha", "lpt", "joint")
+PLANNERS = ("alpha", "lpt", "lpt-swap")
 COMPARED = {"alpha": "alpha 1"}  # what a plan calls them, where that differs
 # The examples of the authors' repository: 128 sequences of 2048 tokens. The fraction of the data sheet's 989 TFLOP/s
 # that forward and backward reach is assumed.
@@ -56,10 +58,11 @@ class Case:
     """One model, fused or split: seconds of a step, as ZeRO-1 frameworks run it.
 
     Attributes:
-        imbalance, owners: by planner: FLOPs of the busiest rank over the mean, and seconds with owners.
+        imbalance: by planner, "static" too: FLOPs of the busiest rank over the mean.
+        owners: by planner: seconds with owners.
         everywhere: every rank computes everything.
         redundant: replicas share the matrices, the ranks of one compute the same; by planner.
-        fast: with owners, by the planner joint, and fast numerics.
+        fast: with owners, by the planner lpt-swap, and fast numerics.
         replicated_updates: with `updates="ddp"`, which is what `wrap` does over plain replicas.
         sharded: with FSDP2 instead of ZeRO-1 over the same ranks, which is what the runtime does there.
         plans: the plans of `zero1`, by planner, with their buckets.
@@ -101,7 +104,10 @@ def measure(setting: Setting, split: str) -> Case:
         split,
         whole.forecast.matrices,
         sum(task.flops for task in whole.forecast.tasks),
-        {name: found[COMPARED.get(name, name)].imbalance for name in PLANNERS},
+        {
+            "static": static_imbalance(setting, split),
+            **{name: found[COMPARED.get(name, name)].imbalance for name in PLANNERS},
+        },
         {name: found[COMPARED.get(name, name)].seconds for name in PLANNERS},
         found["replicated"].seconds,
         {name: redundant(setting, split, name) for name in ("static", "alpha", "lpt")},
@@ -126,14 +132,23 @@ class ComputeOnAllShards:
 
 def redundant(setting: Setting, split: str, planner: str) -> float:
     """Replicas share the matrices by a planner; within a replica all ranks gather and compute them."""
+    passes = [*planning_by(planner), OwnerReplica(), ComputeOnAllShards(), *lowering_passes(Options(strategy="owner"))]
+    return simulate(run(captured(setting, split), passes)[0], HARDWARE).seconds
+
+
+def static_imbalance(setting: Setting, split: str) -> float:
+    """FLOPs of the busiest rank over the mean, by the static rule."""
+    owned, _ = run(captured(setting, split), planning_by("static"))
+    return imbalance(
+        rank_loads(owned, {p.name: p for p in owned.placed}, dict.fromkeys((t.name for t in owned.tasks), 0))
+    )
+
+
+def captured(setting: Setting, split: str) -> Step:
+    """The step of Muon for a model."""
     mesh = parse_mesh(setting.mesh)
     model = preset(setting.model, parse_split(split))
-    captured = captured_step(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh)).step
-    options = Options(strategy="owner", planner=planner)
-    scheduled, _ = run(
-        captured, [*planning_passes(options), OwnerReplica(), ComputeOnAllShards(), *lowering_passes(options)]
-    )
-    return simulate(scheduled, HARDWARE).seconds
+    return captured_step(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh)).step
 
 
 @dataclass(frozen=True, slots=True)

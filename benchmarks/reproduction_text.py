@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.report.markdown import rows
 from canzona_compile.report.units import format_bytes, format_seconds
-from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
+from reproduction_cases import PEAK, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 
 RANKS = 256
 MODELS = ("qwen3-1.7b", "qwen3-8b", "qwen3-32b")  # in tables; the sizes between them lie between them
-SHOWN = tuple(name for name in PLANNERS if name != "lpt")  # which balances as joint does here
+SHOWN = ("static", "alpha", "lpt-swap")
 
 HEAD = """# The Canzona paper's main result, planned again
 
@@ -88,7 +88,7 @@ def headline(cases: Sequence[Case], iterations: Sequence[Iteration], paper: Mapp
             format_seconds(paper["step"]),
             *(format_seconds(c.owners["alpha"]) for c, _ in fused),
         ),
-        ("step, owners by ours (joint)", "-", *(format_seconds(c.owners["joint"]) for c, _ in fused)),
+        ("step, owners by ours (lpt-swap)", "-", *(format_seconds(c.owners["lpt-swap"]) for c, _ in fused)),
         ("step, owners by ours, fast numerics", "-", *(format_seconds(c.fast) for c, _ in fused)),
         (
             "step, faster by owners (alpha)",
@@ -123,20 +123,22 @@ def times(cases: Sequence[Case], iterations: Sequence[Iteration]) -> Iterator[st
     yield "|---|---|"
     yield "| (a) | every rank computes everything |"
     yield "| (b) | replicas share the matrices, balanced; all ranks of a replica compute the same |"
-    yield "| (c) | one owner per matrix, under ZeRO-1, by the planners `alpha` and `joint`; fast: with fast numerics |"
+    yield "| (c) | one owner per matrix, under ZeRO-1, by planners `alpha` and `lpt-swap`; fast: with fast numerics |"
     yield "| DDP | `wrap` with plain replicas: every replica applies all updates, which are sent in the step |"
     yield "| fsdp | FSDP2 on tensor parallelism: owners exchange fragments with all ranks |"
-    yield "| balance | FLOPs of the busiest of 256 ranks divided by the mean, by `static`, `alpha` and `joint` |"
+    yield "| balance | FLOPs of the busiest of 256 ranks divided by the mean, by `static`, `alpha` and `lpt-swap` |"
     yield "| iteration | how much faster than (b) the iteration is with owners by `alpha`, and with the best plan |"
     yield ""
     yield from rows(
-        ("", "matrices", "balance", "(a)", "(b)", "(c) alpha", "(c) joint", "(c) fast", "DDP", "fsdp", "iteration"),
+        ("", "matrices", "balance", "(a)", "(b)", "(c) alpha", "(c) lpt-swap", "(c) fast", "DDP", "fsdp", "iteration"),
         (
             (
                 name_of(c),
                 str(c.matrices),
                 ", ".join(f"{c.imbalance[name]:.2f}" for name in SHOWN),
-                *map(format_seconds, (c.everywhere, c.redundant["lpt"], c.owners["alpha"], c.owners["joint"], c.fast)),
+                *map(
+                    format_seconds, (c.everywhere, c.redundant["lpt"], c.owners["alpha"], c.owners["lpt-swap"], c.fast)
+                ),
                 *map(format_seconds, (c.replicated_updates, c.sharded)),
                 f"{i.before / i.owners:.2f}x, {i.before / i.best:.2f}x",
             )
@@ -156,12 +158,12 @@ def buckets(cases: Sequence[Case]) -> Iterator[str]:
     yield "## Buckets of ZeRO-1"
     yield ""
     case = next(c for c in cases if (c.setting.model, c.split) == ("qwen3-32b", "qkv,gate-up"))
-    joint = case.plans["joint"].zero1
-    assert joint is not None
-    backward, step, forward = joint.phases
+    chosen = case.plans["lpt-swap"].zero1
+    assert chosen is not None
+    backward, step, forward = chosen.phases
     yield from paragraph(
-        f"{name_of(case)}, by `joint`, in float32, in the buckets of `zero1` (64 MiB): equal shards and alignment add "
-        f"{joint.padding_share:.2%} of padding. A rank sends {format_bytes(backward.sent // RANKS)} over the "
+        f"{name_of(case)}, by `lpt-swap`, in float32, in the buckets of `zero1` (64 MiB): equal shards and alignment "
+        f"add {chosen.padding_share:.2%} of padding. A rank sends {format_bytes(backward.sent // RANKS)} over the "
         "data-parallel axis in backward, and again for the next forward pass. Data parallelism adds "
         f"{format_seconds(backward.exposed)} to the backward pass of 8192 tokens per data-parallel rank, "
         f"{format_seconds(step.seconds)} for the step, and {format_seconds(forward.exposed)} for the gather."

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from canzona_compile.machine.hardware import Hardware, processors
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.simulate import simulate
+from canzona_compile.tools.calibration.calibrate import processors
 from latency_cases import Case
 from latency_results import Spread, spread
 from latency_rounds import Gradients, Samples, random_matrices

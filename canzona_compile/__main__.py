@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from canzona_compile import __version__
 from canzona_compile.compat.logs import set_up
-from canzona_compile.tools.acceptance import command as acceptance
-from canzona_compile.tools.calibration import command as calibration
+from canzona_compile.tools.calibration import calibrate as calibration
 from canzona_compile.tools.output import exit_code
 from canzona_compile.tools.planning import command as planning
-from canzona_compile.tools.profiling import command as profiling
+from canzona_compile.tools.profiling import profile as profiling
 from canzona_compile.tools.tuning import command as tuning
 from canzona_compile.tools.verification import command as verify
 
@@ -44,11 +43,6 @@ COMMANDS = {
         calibration.add_arguments,
         calibration.run,
     ),
-    "diff": Command(
-        "compare two plans; exit code 1 if they differ",
-        planning.add_diff_arguments,
-        planning.run_diff,
-    ),
     "tune": Command(
         "measure which kernels beat the library on this GPU, and save the result for later runs",
         tuning.add_arguments,
@@ -60,14 +54,9 @@ COMMANDS = {
         verify.run,
     ),
     "profile": Command(
-        "measure real steps of your model on this machine: time per phase, a trace, rates for the planner",
+        "measure real steps of your model on this machine: time per phase and a trace",
         profiling.add_arguments,
         profiling.run,
-    ),
-    "accept": Command(
-        "test everything on the GPUs of this machine, riskiest parts first; exit code 1 if a step fails",
-        acceptance.add_arguments,
-        acceptance.run,
     ),
 }
 

@@ -13,7 +13,7 @@ from canzona_compile.analysis.step_time import GroupLoad, Rates, pipeline_second
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, Placed, Step, Strategy, Task
 from canzona_compile.ownership.jobs import Job, Planner
-from canzona_compile.ownership.lpt import Joint
+from canzona_compile.ownership.lpt import LptSwap
 
 Ranks = tuple[int, ...]
 
@@ -38,7 +38,7 @@ class AssignOwners:
     """
 
     strategy: str = "auto"
-    planner: Planner = field(default_factory=Joint)
+    planner: Planner = field(default_factory=LptSwap)
 
     name: ClassVar[str] = "assign-owners"
     requires: ClassVar[Form] = Form.PLACED

@@ -81,6 +81,18 @@ def captures_shared() -> Iterator[None]:
 
 
 @pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of tools come from the tests' fork server, which has imported torch and has its own standard error."""
+    from canzona_compile.tools import processes  # late, see pytest_configure
+    from tests.harness import nursery
+
+    first = nursery.server().Process(target=os.getpid)
+    first.start()  # waits until the server has imported everything, which is no part of any limit
+    first.join()
+    monkeypatch.setattr(processes, "START_METHOD", "forkserver")
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Torch computes on one thread, as ranks do that share a machine's cores: what rounds may depend on it."""
     import torch  # late, see pytest_configure

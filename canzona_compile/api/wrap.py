@@ -41,9 +41,8 @@ def wrap(optimizer: Opt, *, model: nn.Module | None = None, **options: Unpack[Wr
 
     Args:
         optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
-            another, or a chain of such optimizers. Parameters may be plain tensors or DTensors. If this is an object
-            that only steps the optimizers inside it (torchtitan's container, Accelerate's and Lightning's proxies),
-            these are wrapped.
+            another, or a chain of such optimizers. Parameters may be plain tensors or DTensors. Of torchtitan's
+            container, and of Accelerate's and Fabric's proxies, what is inside is wrapped.
         model: gives the parameters their names, for `split`, `layout` and reports, if a parameter group has no
             `param_names`.
         options: what `canzona_compile.Options` describes.
@@ -62,13 +61,6 @@ def wrap(optimizer: Opt, *, model: nn.Module | None = None, **options: Unpack[Wr
     if not isinstance(members[0], Optimizer):
         raise no_optimizer(optimizer)
     names = () if model is None or len(members) > 1 else names_in(model, members[0])
-    if options.get("planner") == "exact":
-        raise CanzonaError(
-            "the planner 'exact' stops at a time limit, so ranks would make different plans",
-            at="wrap(..., planner=)",
-            hint="write a plan once with `canzona-compile plan --exact --format json -o plan.json`, then pass "
-            "plan='plan.json'",
-        )
     wanted = made_options("wrap", WrapOptions.__optional_keys__, options, names=names)
     if type(chain) not in (type(None), Chain, CanzonaChain):
         raise CanzonaError(

@@ -98,7 +98,7 @@ class Options:
             step.
         names: no argument: for each parameter group, the names that `model` gives to its parameters.
         prefix: no argument: begins the names of parameters that nobody named, if there are several optimizers.
-        planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
+        planner: the rule that chooses owners: "lpt-swap", "lpt" or "alpha".
         alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
         hardware: the rates that decisions use: a name, or a file that `canzona-compile calibrate` wrote. By default
             the rates that are assumed for the kind of device.
@@ -129,7 +129,7 @@ class Options:
     layout: GivenLayout | None = None
     names: tuple[tuple[str, ...], ...] = ()
     prefix: str = ""
-    planner: str = "joint"
+    planner: str = "lpt-swap"
     alpha: float = 1.0
     hardware: Hardware | None = None
     plan: PlanFile | None = None

@@ -1,9 +1,7 @@
 """The rates of a machine: data that is read from a JSON file, with a source for every rate.
 
-A rate that no one measured on the machine at hand is *assumed*. Two tools measure: `calibrate` times single operators
-and transfers, and `profile` scales rates until the simulation of a user's steps takes as long as the steps did. Both
-fill the same fields, in the same units, by `with_measured`. A prediction names the rates that it uses, and says for
-each whether it was measured or assumed.
+A rate that no one measured on the machine at hand is *assumed*. `calibrate` measures: it times single operators and
+transfers. A prediction names the rates that it uses, and says for each whether it was measured or assumed.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,7 +23,6 @@ from canzona_compile.machine.json_text import read_json
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
 ANEW = "write a file with `canzona-compile calibrate -o mine.json`"
-ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
 FOLDER = Path(__file__).parents[1] / "data" / "hardware"
 
 
@@ -143,25 +139,6 @@ class Hardware:
         """
         return replace(self, **{field: slowed(getattr(self, field), field, own) for field, own in times.items()})
 
-    def with_measured(
-        self, shape: Mapping[str, Any], measured: Mapping[str, Any], sources: Mapping[str, str], by: str
-    ) -> Hardware:
-        """Put rates that a tool measured on this machine in the places of those that were known.
-
-        Args:
-            shape: fields that are not rates.
-            measured: rates by the names of their fields, as in a file; None where one could not be measured.
-            sources: of the measured rates. The sources of all others say that these are assumed.
-            by: the tool, for errors.
-
-        Raises:
-            CanzonaError: a rate is absurd.
-        """
-        kept = {name: f"assumed, as {self.name}: {text}" for name, text in self.sources if name not in measured}
-        found = {name: value for name, value in measured.items() if value is not None}
-        merged = {"sources": {**kept, **sources}, "measured": sorted(measured)}
-        return hardware_from({**self.to_dict(), **shape, **found, **merged}, by)
-
     @property
     def digest(self) -> str:
         """A short hash of all fields: ranks that plan together must have equal ones."""
@@ -254,11 +231,6 @@ def assumed_hardware(device: str) -> Hardware:
 def hardware_of(machine: Machine) -> Hardware:
     """The rates of a machine, or the assumed rates of its kind of device if it has none."""
     return machine.rates or assumed_hardware(machine.device)
-
-
-def processors() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def slowed(value: Any, field: str, times: float) -> Any:

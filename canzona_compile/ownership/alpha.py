@@ -13,6 +13,7 @@ from canzona_compile.ownership.buffer import (
     BUCKET,
     Shards,
     capped,
+    check_bucket,
     density_ratio,
     in_buckets,
     length,
@@ -21,7 +22,6 @@ from canzona_compile.ownership.buffer import (
 )
 from canzona_compile.ownership.greedy import Rows, within_rows
 from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, row_loads
-from canzona_compile.ownership.static import StaticStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +34,33 @@ class AlphaBalanced:
     one another and so give the cuts between rows. The planner moves each cut to the nearest boundary between two jobs,
     and to the earlier boundary if two are equally near.
 
-    The planner returns this plan if its busiest row costs strictly less than under `StaticStart`, `load` included.
-    Otherwise it returns the static plan. Costs decide nothing else. The columns of a row share its jobs, largest first
+    The planner returns this plan if its busiest row costs strictly less than by `static_start`, `load` included.
+    Otherwise it returns that plan. Costs decide nothing else. The columns of a row share its jobs, largest first
     by elements. This is the alpha-balanced partition of Canzona (arXiv 2602.06079).
 
-    Guarantee: the busiest *row* never costs more than under `StaticStart`. Over W = R x S places, the makespan is at
-    most d * (2 + m + (k - 1)/S) times the optimum, with d and k as in `StaticStart`. Here m is 1 - alpha if S > 1 and
-    alpha > 0, and 0 otherwise. If ranks have a load already, the factor is one more.
+    Guarantee: the busiest *row* never costs more than by `static_start`. Over W = R x S places, the makespan is at
+    most d * (2 + m + (k - 1)/S) times the optimum, and at most W times. d is the ratio of the largest to the smallest
+    cost per element (`density_ratio`). k is the sum of the largest job of each bucket, divided by the largest job of
+    all (`overhang`); it is at most the number of buckets. m is 1 - alpha if S > 1 and alpha > 0, and 0 otherwise. If
+    ranks have a load already, the first factor is one more, as `capped` explains.
 
-    Proof:
-        1. The bound of `StaticStart` holds if its plan is returned. It holds for S = 1 as well: each row is then one
-           place. In the other cases the steps below apply.
-        2. A shard exceeds its target by at most p, the largest job of the bucket: each of its two cuts moves by p/2 at
-           most.
+    Proof, with E the number of elements of all jobs and p_max that of the largest one:
+        1. By `static_start`, in a bucket of B elements all jobs of a row, except its last one, lie within its chunk of
+           B/R elements. So the row gets at most B/R + p, where p is the largest job of the bucket, and at most
+           E/R + k * p_max over all buckets.
+        2. A shard of this rule exceeds its target by at most p: each of its two cuts moves by p/2 at most.
         3. All rows together lack at least what is left to deal out, and so at least B. So the part in proportion to
            what a row lacks is never more than the row lacks.
         4. With alpha = 0 a row gets at most B/R + p of each bucket. With alpha = 1 a row that lacks L gets at most
-           L + p. In both cases it ends with at most E/R + k * p_max elements, as a row of `StaticStart` does.
+           L + p. In both cases it ends with at most E/R + k * p_max elements, as by `static_start`.
         5. With an alpha between 0 and 1, rows that lack nothing get (1 - alpha) * B/R of each bucket in addition. All
-           buckets together add at most m * E/R.
-        6. With (1 + m) * E/R for E/R, steps 3 to 5 of the proof in `StaticStart` give the factor.
+           buckets together add at most m * E/R. For S = 1, where each row is one place, the row costs no more than by
+           `static_start`, so m is 0.
+        6. Largest first gives a column at most 1/S of its row plus (1 - 1/S) * p_max. That is at most
+           (1 + m) * E/W + (1 + (k - 1)/S) * p_max.
+        7. Let c be the smallest cost per element. The optimum is at least the mean over all places, which is at least
+           c * E/W. It is also at least the cost of the largest job, which is at least c * p_max. The plan pays at most
+           d * c per element.
 
     Attributes:
         alpha: 0 balances each bucket by itself; 1 balances rows over all buckets.
@@ -68,10 +75,10 @@ class AlphaBalanced:
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise CanzonaError(f"alpha={self.alpha} is not between 0 and 1", hint="1 balances most")
-        StaticStart(self.bucket)  # raises if the bucket is invalid
+        check_bucket(self.bucket)
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
-        static = rows_of(StaticStart(self.bucket).shards(jobs, rows))
+        static = rows_of(static_start(jobs, rows, self.bucket))
         balanced = rows_of(self.shards(jobs, rows))
         taken = min(static, balanced, key=lambda plan: busiest_row(jobs, plan, rows, load))  # static wins a tie
         return within_rows(jobs, taken, columns, "elements", load)
@@ -124,6 +131,23 @@ class AlphaBalanced:
         k = overhang(jobs, self.bucket)
         more = 1 - self.alpha if self.alpha and columns > 1 else 0.0
         return capped(density_ratio(jobs) * (2 + more + (k - 1) / columns), rows, columns, load, blind=True)
+
+
+def static_start(jobs: Sequence[Job], rows: int, bucket: int = BUCKET) -> Shards:
+    """The static layout of Canzona: each bucket is cut into equal chunks; a row owns the jobs that start in its own.
+
+    Returns:
+        For each bucket and each row, the jobs of the row in the order of the buffer.
+    """
+    found: Shards = []
+    for own in in_buckets(jobs, bucket):
+        whole, start = length(own), 0
+        found.append([[] for _ in range(rows)])
+        for job in own:
+            # A job without elements may start at the end of the bucket, or the bucket may have no elements.
+            found[-1][min(rows - 1, start * rows // max(1, whole))].append(job)
+            start += job.elements
+    return found
 
 
 def nearest(ends: list[int], target: float) -> int:

@@ -28,7 +28,7 @@ class TwoStageLpt:
 
     Both stages take the most costly job first and give it to the row, or column, with the least load at that time.
 
-    Guarantee: if there is one row or one column, that of `Joint`. Otherwise the makespan is at most 2 - 1/W times the
+    Guarantee: if there is one row or one column, that of `LptSwap`. Otherwise the makespan is at most 2 - 1/W times the
     optimum over W = R x S places, loads included.
 
     Proof, with T the sum of all costs and loads:
@@ -48,12 +48,12 @@ class TwoStageLpt:
     def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         """The factor of the guarantee above; see `Planner.bound`."""
         if 1 in (rows, columns):
-            return Joint().bound(jobs, rows, columns, load)
+            return LptSwap().bound(jobs, rows, columns, load)
         return capped(2 - 1 / (rows * columns), rows, columns, load, blind=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class LptSwap:
     """Assigns the most costly job first to the place with the least load, and then improves the plan by swaps.
 
     If jobs are equal, the one of lower index comes first. If places are equal, the job goes to the lowest column and
@@ -78,7 +78,7 @@ class Joint:
            So the job ends up on a place with at most the i-th smallest load, and the makespan is the optimum at most.
     """
 
-    name: ClassVar[str] = "joint"
+    name: ClassVar[str] = "lpt-swap"
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         # Keys are (column, row): among places with equal load, all rows of the lowest column come first.

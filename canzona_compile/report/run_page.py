@@ -130,7 +130,7 @@ def next_step(report: Figures) -> str:
         return "There are too few large matrices for the ranks. split= cuts fused weights into matrices of their own."
     if report.measured is None:
         return "optimizer.canzona.measure(steps=5) times the next five steps; then print the report again."
-    return "optimizer.canzona.plan() is this plan; save it to compare it with others by canzona-compile diff."
+    return "optimizer.canzona.plan() is this plan; save its to_json() for wrap(..., plan=) to follow."
 
 
 def simulated_rank(report: Figures) -> str:

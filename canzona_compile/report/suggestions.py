@@ -11,7 +11,7 @@ from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.ownership.jobs import Job, loads, makespan
-from canzona_compile.ownership.lpt import Joint
+from canzona_compile.ownership.lpt import LptSwap
 from canzona_compile.report.units import format_flops, plural
 from canzona_compile.session.plan import Plan
 
@@ -78,4 +78,4 @@ def busiest_of(step: Step, ranks: int) -> float:
     """The FLOPs of the busiest of so many ranks, if they share all matrices that have an owner."""
     jobs = [Job(t.name, t.index, step.placed_of(t).flops, 1) for t in step.tasks if t.owner is not None]
     every = sum(step.placed_of(task).flops for task in step.tasks if task.owner is None)
-    return every + makespan(loads(jobs, Joint()(jobs, 1, ranks, {}), 1, ranks))
+    return every + makespan(loads(jobs, LptSwap()(jobs, 1, ranks, {}), 1, ranks))

@@ -2,7 +2,7 @@
 
 All tools start their ranks here. A process is asked over a pipe, as often as its owner likes. While it works it can be
 asked where it is, and it can be ended whatever it does. `run_ranks` asks once and raises the failure from which the
-others follow; `accept` goes on after a failure with other processes.
+others follow.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.compat.telling import heard_by, tell
-from canzona_compile.compat.torch_private import PrefixStore, TCPStore, signal_when_parent_dies
+from canzona_compile.compat.torch_private import TCPStore, signal_when_parent_dies
 from canzona_compile.errors import CanzonaError
 
 # A forked process would inherit locks that are held and threads that it does not have, and could not use CUDA. A fork
 # server would keep the environment and the standard error that the caller had when its first process started.
 START_METHOD = "spawn"
 GRACE = 1.0  # seconds that the others have to fail as well: the first process that ends need not be the cause
-PAUSE = 0.1  # seconds between two looks at what processes elsewhere do
 LAST_WORDS = 2.0  # seconds in which a process says where its threads are
 SPARE = 60.0  # seconds beyond the limit after which a process ends itself, should its owner not do so
 TAIL = 120  # lines of a log
+HERE = "127.0.0.1"
 UNGUARDED = "in a script, make this call under `if __name__ == '__main__':`; the output of the process is above"
 
 
@@ -125,17 +125,15 @@ class Worker:
         self.process.join()
 
 
-def collect(
-    workers: Iterable[Worker], act: str, limit: float, grace: float, spoiled: Callable[[bool], bool]
-) -> list[CallEnd]:
+def collect(workers: Iterable[Worker], act: str, limit: float, grace: float | None) -> list[CallEnd]:
     """Wait until all processes have ended their calls, or are late.
 
     Args:
         workers: who was called.
         act: what they do, for the words about those that are late: "did not {act} within 3 seconds".
         limit: seconds for the call.
-        grace: seconds that the others have once one has failed. It need not be the cause.
-        spoiled: is told, again and again, whether a call failed here, and says whether one failed anywhere.
+        grace: seconds that the others have once one has failed, which need not be the cause; None if they have the
+            whole limit.
 
     Returns:
         How each call ended, in the order of time. Processes that hang are left as they are.
@@ -143,11 +141,11 @@ def collect(
     deadline, pending, ends = time.monotonic() + limit, list(workers), list[CallEnd]()
     said, failed = f"did not {act} within {limit:g} seconds", False
     while pending and time.monotonic() < deadline:
-        ready = connection.wait([worker.end for worker in pending], PAUSE)
+        ready = connection.wait([worker.end for worker in pending], deadline - time.monotonic())
         ends += [end for worker in pending if worker.end in ready and (end := worker.heard())]
         ended = {end.process for end in ends}
         pending = [worker for worker in pending if worker not in ended]
-        if not failed and spoiled(any(end.how != "returned" for end in ends)):
+        if grace is not None and not failed and any(end.how != "returned" for end in ends):
             failed, deadline = True, min(deadline, time.monotonic() + grace)
             said = f"did not {act} within {grace:g} seconds of the failure of another rank"
     return [*ends, *(CallEnd(worker, "hung", said) for worker in pending)]
@@ -197,7 +195,7 @@ def run(calls: Sequence[ProcessCall], limit: float) -> list[Any]:
             stack.callback(workers[-1].close)
         for worker, call in zip(workers, calls, strict=True):
             worker.begin(call.function, call.args, limit)
-        ends = collect(workers, "end", deadline - time.monotonic(), GRACE, lambda here: here)
+        ends = collect(workers, "end", deadline - time.monotonic(), GRACE)
         for how in ("died", "raised", "hung"):  # the first death, otherwise the exception that was raised first
             if failed := [end for end in ends if end.how == how]:
                 raise failure(failed, limit)
@@ -231,36 +229,25 @@ def failure(ends: Sequence[CallEnd], limit: float) -> CanzonaError:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank a process is, and where it meets the others.
+    """Which rank a process of this machine is, and where it meets the others.
 
     Attributes:
         rank, world: in the process group.
-        local, near: the same among the ranks of this machine.
         device: the kind of device, "cuda" or "cpu".
-        host, port: of the store.
-        meeting: the name under which these processes meet in the store; others take another one.
+        port: of the store.
         patience: seconds of a collective's timeout.
     """
 
     rank: int
     world: int
-    local: int
-    near: int
     device: str
-    host: str
     port: int
-    meeting: str
     patience: float
-
-    @property
-    def backend(self) -> str:
-        """What the ranks talk through; see `backend_for`."""
-        return backend_for(self.device, self.near)
 
     @property
     def device_index(self) -> int:
         """Which of this machine's GPUs it uses. Ranks share them by turns if there are more ranks than GPUs."""
-        return self.local % torch.cuda.device_count() if self.device == "cuda" else self.local
+        return self.rank % torch.cuda.device_count() if self.device == "cuda" else self.rank
 
 
 def backend_for(device: str, ranks: int) -> str:
@@ -276,15 +263,9 @@ def backend_for(device: str, ranks: int) -> str:
 
 
 def places_here(ranks: int, device: str, patience: float) -> tuple[tuple[RankPlace, ...], TCPStore]:
-    """Places for ranks of this machine alone, and the store in which they meet while somebody holds it.
-
-    Args:
-        ranks: how many there are.
-        device, patience: see `RankPlace`.
-    """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    numbers = range(ranks)
-    return tuple(RankPlace(i, ranks, i, ranks, device, "127.0.0.1", store.port, "", patience) for i in numbers), store
+    """The places of some ranks, and the store in which they meet while somebody holds it; see `RankPlace`."""
+    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+    return tuple(RankPlace(rank, ranks, device, store.port, patience) for rank in range(ranks)), store
 
 
 def run_ranks(
@@ -378,15 +359,15 @@ def join_ranks(place: RankPlace) -> None:
         device = torch.device("cuda", place.device_index)
         torch.cuda.init()  # a mesh keeps the current device only if CUDA is in use
         torch.cuda.set_device(device)
-    if place.backend == "gloo" and place.near == place.world and "lo" in (name for _, name in socket.if_nameindex()):
+    backend = backend_for(place.device, place.world)
+    if backend == "gloo" and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
     timeout = timedelta(seconds=place.patience)
-    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        place.backend,
-        store=PrefixStore(place.meeting, store),
+        backend,
+        store=TCPStore(HERE, place.port, is_master=False, timeout=timeout),
         rank=place.rank,
         world_size=place.world,
         timeout=timeout,
-        device_id=device if place.backend == "nccl" else None,
+        device_id=device if backend == "nccl" else None,
     )

@@ -145,7 +145,7 @@ def test_pieces_of_fused_weights_are_matrices_of_the_offline_plan() -> None:
 # -- a run that follows a plan -------------------------------------------------------------------
 
 
-PLANNERS = ("joint", "static")  # the default, and one that deals matrices otherwise
+PLANNERS = ("lpt-swap", "alpha")  # the default, and one that deals matrices otherwise
 
 
 def follow(plan: Any) -> tuple[list[str], dict[str, int], str]:

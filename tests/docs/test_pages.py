@@ -19,6 +19,7 @@ from textwrap import dedent
 
 import pytest
 
+import acceptance.__main__ as acceptance
 import canzona_compile
 import canzona_compile.__main__ as command_line
 from canzona_compile.errors import PAGE, CanzonaError, CanzonaWarning, InvalidGradient, page_of
@@ -129,7 +130,7 @@ def torchrun(words: list[str]) -> None:
 
 def python(words: list[str]) -> None:
     if words[0] == "-m":
-        return canzona(words[2:]) if words[1] == "canzona_compile" else None
+        return {"canzona_compile": canzona, "acceptance": accepted}.get(words[1], lambda words: None)(words[2:])
     script, *options = words
     assert (ROOT / script).exists()
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / script).parent.glob("*.py"))
@@ -152,6 +153,12 @@ def canzona(words: list[str]) -> None:
         patch.setattr(command_line, "COMMANDS", commands)
         assert command_line.main(words) == 0
     assert parsed
+
+
+def accepted(words: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "run", lambda given: 0)
+        assert acceptance.main(words) == 0
 
 
 def pip(words: list[str]) -> None:

@@ -311,7 +311,7 @@ def test_everything_is_mentioned() -> None:
     for word in (
         "10 m^3 + 20 m^2 n",
         "bf16 8 KiB",
-        "the planner joint chose the owner",
+        "the planner lpt-swap chose the owner",
         "reads a tensor",
         "replicate=",
     ):

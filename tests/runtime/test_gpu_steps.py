@@ -17,8 +17,8 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import canzona_compile
+from acceptance.side_by_side import same_operators
 from canzona_compile.kernels.ops import PAD_CAST
-from canzona_compile.tools.acceptance.side_by_side import same_operators
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness.gpu import CUDA, DEVICE

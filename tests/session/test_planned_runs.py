@@ -140,7 +140,7 @@ def test_plans_do_not_depend_on_the_order_of_a_group_s_keys(kind: Any) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("planner", [*also(["static"]), "alpha", *also(["lpt", "permuted", "exact"])])
+@pytest.mark.parametrize("planner", ["alpha", *also(["lpt"])])
 def test_a_run_follows_the_plan_of_any_planner(planner: str, tmp_path: Path) -> None:
     made = offline("hsdp=2,fsdp=2", planner=planner, strategy="owner", micro_groups=2)
     path = tmp_path / "plan.json"

@@ -80,7 +80,7 @@ def forecast(
         elementwise=2 * layers + 3,
         mesh=(("dp_shard", ranks),),
         hardware=hardware,
-        options=(("strategy", "auto"), ("planner", "joint"), ("exchange", "forward"), ("numerics", "fast")),
+        options=(("strategy", "auto"), ("planner", "lpt-swap"), ("exchange", "forward"), ("numerics", "fast")),
         imbalance=imbalance,
         depth=2,
         collectives=2 * groups,
@@ -283,7 +283,15 @@ def group_of(tasks: tuple[TaskForecast, ...], index: int, ranks: int) -> GroupFo
 def alternatives(seconds: float, imbalance: float, peak: int, groups: int) -> tuple[Alternative, ...]:
     return (
         Alternative(
-            "joint", "owners and groups chosen together", imbalance, seconds, seconds / 9, 3 << 30, peak, groups, True
+            "lpt-swap",
+            "owners and groups chosen together",
+            imbalance,
+            seconds,
+            seconds / 9,
+            3 << 30,
+            peak,
+            groups,
+            True,
         ),
         Alternative(
             "alpha", "owners first, then groups", imbalance * 1.07, seconds * 1.12, seconds / 6, 3 << 30, peak, 4

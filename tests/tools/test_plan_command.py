@@ -1,4 +1,4 @@
-"""`plan` and `diff` on the command line: what they write, where to, their exit codes, and what they refuse."""
+"""`plan` on the command line: what they write, where to, their exit codes, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-import canzona_compile
 from canzona_compile.__main__ import main
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.tools.planning.plan import ALTERNATIVES
@@ -105,7 +105,7 @@ def test_a_page_a_trace_and_markdown(good: list[str], capsys: pytest.CaptureFixt
     assert markdown.startswith(f"## Muon, {MODEL} on fsdp=2\n")
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     assert {row.count("|") for row in rows} == {7, 8}
-    assert [row.split()[1] for row in rows if "---" not in row][:2] == ["plan", "**joint**"]
+    assert [row.split()[1] for row in rows if "---" not in row][:2] == ["plan", "**lpt-swap**"]
 
 
 def test_a_file_instead_of_standard_output(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,8 +117,8 @@ def test_a_file_instead_of_standard_output(good: list[str], tmp_path: Path, caps
 def test_alternatives_are_compared_unless_told_not_to(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*good[:-1], "--format", "json"]) == 0
     names = [one["name"] for one in json.loads(out_of(capsys))["forecast"]["alternatives"]]
-    assert names[0] == "joint"
-    assert names.count("joint") == 1
+    assert names[0] == "lpt-swap"
+    assert names.count("lpt-swap") == 1
     assert {*ALTERNATIVES, "replicated"} <= set(names)
 
 
@@ -161,19 +161,7 @@ def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
         (["--alpha", "1.5"], ["alpha=1.5 is not between 0 and 1", "hint: 1 balances most"]),
         (["--alpha", "-0.1"], ["alpha=-0.1 is not between 0 and 1", "hint: 1 balances most"]),
         (["--alpha", "nan"], ["alpha=nan is not between 0 and 1", "hint: 1 balances most"]),
-        (
-            ["--alpha", "0.5", "--planner", "lpt"],
-            [
-                "--planner (the planner lpt) and --alpha (the planner alpha) cannot be combined",
-                "at:   plan",
-                "hint: pass only",
-            ],
-        ),
-        (
-            ["--alpha", "0.5", "--exact"],
-            ["--exact (the planner exact) and --alpha (the planner alpha) cannot be combined"],
-        ),
-        (["--exact", "--planner", "static"], ["--planner (the planner static) and --exact (the planner exact)"]),
+        (["--alpha", "0.5", "--planner", "lpt"], ["--alpha is for the planner alpha, not for lpt", "at:   plan"]),
         (
             ["--capacity", "100"],
             ["capacity=100 is less than the 4608 bytes", "at:   layers.0.q", "hint: pass at least 4608"],
@@ -293,77 +281,7 @@ def test_usage_errors(line: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert "canzona-compile plan: error: " in err
 
 
-# -- diff ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files by name: a plan, the same laid out anew, by another planner, of other matrices, and as a run writes it."""
-    folder = tmp_path_factory.mktemp("plans")
-    uneven = {"a": [48, 48], "b": [48, 48], NASTY: [80, 48], "c": [80, 48], "d": [48, 48]}
-    fewer = {name: shape for name, shape in uneven.items() if name != "a"} | {"e": [48, 48]}
-    found = {}
-    for name, shapes, planner in (
-        ("one", uneven, "joint"),
-        ("static", uneven, "static"),
-        ("fewer", fewer, "joint"),
-    ):
-        made = canzona_compile.plan(shapes, mesh="fsdp=2", strategy="owner", planner=planner, alternatives=False)
-        (folder / name).write_text(made.to_json())
-        found[name] = str(folder / name)
-        (folder / "run").write_text(made.file.to_json())
-    (folder / "same").write_text(json.dumps(json.loads((folder / "one").read_text()), indent=2))
-    return found | {"same": str(folder / "same"), "run": str(folder / "run")}
-
-
-def test_equal_plans(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", plans["one"], plans["same"]]) == 0
-    fingerprint = read_plan(plans["one"]).fingerprint
-    assert out_of(capsys).split() == ["the", "same", "plan,", fingerprint[:12]]
-
-
-def test_plans_of_two_planners(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", plans["one"], plans["static"], "--json"]) == 1
-    found = json.loads(out_of(capsys))
-    one, static = read_plan(plans["one"]), read_plan(plans["static"])
-    assert not found["same"]
-    assert found["fingerprints"] == [one.fingerprint, static.fingerprint]
-    assert "tasks" in found["parts"]
-    assert "graphs" not in found["parts"]
-    pairs = zip(one.tasks, static.tasks, strict=True)
-    moved = {a.name: [list(a.owner or ()), list(b.owner or ())] for a, b in pairs if a.owner != b.owner}
-    assert moved
-    assert {name: fields["owner"] for name, fields in found["changed"].items() if "owner" in fields} == moved
-    assert found["figures"]["planner"] == ["joint", "static"]
-    assert main(["diff", plans["one"], plans["static"]]) == 1
-    out = out_of(capsys)
-    assert f"{one.fingerprint[:12]} and {static.fingerprint[:12]} differ in" in out
-    assert all(name in out for name in ["joint", "static", "imbalance", *moved])
-
-
-def test_plans_of_other_matrices(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", plans["one"], plans["fewer"]]) == 1
-    out = out_of(capsys)
-    assert "1 only in the first: a" in out
-    assert "1 only in the second: e" in out
-
-
-def test_plans_that_decide_alike(plans: dict[str, str], write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    one = json.loads(Path(plans["one"]).read_text())
-    tasks = [task | {"reason": "by \x1b[7mhand"} for task in one["tasks"]]
-    other = write(one | {"tasks": tasks, "fingerprint": "0" * 64}, "other.json")
-    assert main(["diff", plans["one"], other]) == 1
-    out = out_of(capsys)
-    assert (
-        f"5 matrices decided in the same way for another reason: {NASTY} the planner joint chose the owner, then by"
-        in out
-    )
-    assert "\\x1b[7mhand" in out
-
-
-def test_a_plan_without_a_forecast_has_no_figures(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", plans["fewer"], plans["run"], "--json"]) == 0
-    assert json.loads(out_of(capsys))["figures"] == {}
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -378,21 +296,19 @@ def test_a_plan_without_a_forecast_has_no_figures(plans: dict[str, str], capsys:
         ({"tasks": [{}]}, "an entry is wrong: KeyError: 'name'"),
         ({"tasks": 5}, "an entry is wrong: TypeError"),
         ({"depth": "two"}, "an entry is wrong: ValueError"),
-        ({"forecast": {}}, "its forecast cannot be read: KeyError: 'simulation'"),
-        ({"forecast": 5}, "its forecast cannot be read: TypeError"),
     ],
     ids=str,
 )
-def test_what_is_no_plan(
-    changes: Any, says: str, plans: dict[str, str], write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = "no/such/plan.json"
+def test_what_is_no_plan(changes: Any, says: str, good: list[str], write: Write, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
     if changes is not None:
-        plan = json.loads(Path(plans["one"]).read_text())
+        assert main([*good, "--format", "json", "-o", path]) == 0
         if isinstance(changes, dict):
-            changes = {k: v for k, v in (plan | changes).items() if v is not ...}
-        other = write(changes, "other.json")
-    said = refused(capsys, ["diff", plans["one"], other])
-    assert says in said
-    assert ("at:   the second plan" if "forecast" in says else f"at:   {other}") in said
-    assert "hint: " in said
+            plan = json.loads(Path(path).read_text()) | changes
+            changes = {k: v for k, v in plan.items() if v is not ...}
+        path = write(changes, "other.json")
+    with pytest.raises(CanzonaError) as caught:
+        read_plan(path)
+    assert says in str(caught.value)
+    assert caught.value.at == path
+    assert caught.value.hint

@@ -81,14 +81,14 @@ def test_sums_over_replicas_are_priced() -> None:
 
 def test_planners_are_compared(made: canzona_compile.OfflinePlan) -> None:
     found = {one.name: one for one in made.forecast.alternatives}
-    assert set(found) == {"static", "alpha 0", "alpha 0.5", "alpha 1", "lpt", "joint", "permuted", "replicated"}
-    assert found["joint"].chosen
-    assert found["joint"].zero1 == made.forecast.zero1
+    assert set(found) == {"alpha 0", "alpha 0.5", "alpha 1", "lpt", "lpt-swap", "replicated"}
+    assert found["lpt-swap"].chosen
+    assert found["lpt-swap"].zero1 == made.forecast.zero1
     assert found["replicated"].zero1 is None
     for name, one in found.items():
         if one.zero1 is not None:
-            assert one.zero1.makespan >= found["joint"].zero1.makespan, name  # type: ignore[union-attr]
-            assert one.zero1.phases[0].spans == () or name == "joint"
+            assert one.zero1.makespan >= found["lpt-swap"].zero1.makespan, name  # type: ignore[union-attr]
+            assert one.zero1.phases[0].spans == () or name == "lpt-swap"
 
 
 def test_all_formats_have_the_figures(made: canzona_compile.OfflinePlan) -> None:

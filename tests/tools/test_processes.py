@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from canzona_compile.compat.telling import heard_by, tell
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.tools.processes import ProcessCall, Worker, collect, run, run_ranks
+from canzona_compile.tools.processes import ProcessCall, run, run_ranks
 from tests.harness.marks import full
 from tests.tools.user_builds import leaves, raises
 
@@ -87,19 +87,6 @@ def test_a_process_that_fails_ends_the_others(function: Callable[..., Any], args
         run([ProcessCall("one", sleeps, ()), ProcessCall("other", function, args)], 100.0)
     notes = "\n".join(getattr(caught.value, "__notes__", ()))
     assert ("Traceback" in notes and "in the process 'other'" in notes) == ("raised" in says)
-
-
-@pytest.mark.ranks
-@pytest.mark.usefixtures("forked")
-def test_who_watches_elsewhere_hears_of_the_last_failure() -> None:
-    """A supervisor may have one rank only; those of other machines wait for it."""
-    told: list[bool] = []
-    worker = Worker("one")
-    worker.begin(raises, (), 100.0)
-    ends = collect([worker], "end", 100.0, 1.0, lambda here: told.append(here) or here)
-    worker.close()
-    assert [(end.how, end.said) for end in ends] == [("raised", "KeyError: 'no such layer'")]
-    assert told[-1]
 
 
 @pytest.mark.ranks

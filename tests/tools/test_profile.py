@@ -1,4 +1,4 @@
-"""`profile`: what it prints, the trace that it writes, and the rates that it learns."""
+"""`profile`: what it prints, and the trace that it writes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ import pytest
 
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.step import Step
-from canzona_compile.machine.hardware import Hardware, named_hardware
-from canzona_compile.report.prediction import predict_mean
-from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.runtime.step_clock import ActSpan, MeasuredStep
 from canzona_compile.simulation.figures import COMPUTE, NODE
-from canzona_compile.tools.profiling.alignment import ClockOffset
-from canzona_compile.tools.profiling.learn import PHASES, by_rate, learn
 from canzona_compile.tools.profiling.profile import StepProfile, profile
-from canzona_compile.tools.profiling.rank_profile import RankProfile, RankTransfer
+from canzona_compile.tools.profiling.rank_profile import ClockOffset, RankProfile, RankTransfer
 from canzona_compile.tools.profiling.real_trace import real_trace, spans_of
-from tests.harness.samples import grid_of
-from tests.report.test_report import scheduled
 from tests.tools.test_trace import checker, events
 from tests.tools.user_builds import muon, square_muon
 
@@ -37,14 +30,10 @@ SPANS = {"look", "agree", "prepare", "begin gather", "wait gather", "compute", "
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_real_steps_of_ranks(tmp_path: Path) -> None:
-    trace, rates = tmp_path / "trace.json", tmp_path / "measured.json"
-    found = profile(square_muon, ranks=RANKS, steps=2, options={"strategy": "owner"}, trace=trace, rates=rates)
+    trace = tmp_path / "trace.json"
+    found = profile(square_muon, ranks=RANKS, steps=2, options={"strategy": "owner"}, trace=trace)
     check_report(found)
     check_trace(json.loads(trace.read_text()), found)
-    hardware = named_hardware(str(rates))
-    assert hardware == found.learnt
-    assert {"products", "node", "bandwidth", "host"} <= set(hardware.measured)
-    assert {"factorizations", "network", "memory"} <= set(hardware.assumed)
 
 
 def check_report(found: StepProfile) -> None:
@@ -81,15 +70,18 @@ def check_trace(made: dict[str, Any], found: StepProfile) -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Steps are predicted with rates that were measured only, here as if they had been."""
     rates = tmp_path / "rates.json"
-    line = ["tests.tools.user_builds:muon", "--ranks", "2", "--steps", "2", "--quiet", "--rates", str(rates)]
-    assert main(["profile", *line]) == 0
+    known = named_hardware("cpu")
+    rates.write_text(replace(known, measured=known.assumed).to_json())
+    line = ["profile", "tests.tools.user_builds:muon", "--ranks", "2", "--steps", "2", "--quiet"]
+    assert main(line) == 0
     out, err = capfd.readouterr()
     assert "── Measured ── 2 steps on 2 ranks" in out
     assert "measured step" not in err
-    assert main(["profile", *line[:5], "--json", "--hardware", str(rates)]) == 0
+    assert main([*line[:-1], "--json", "--hardware", str(rates)]) == 0
     out, err = capfd.readouterr()
-    assert "products" not in json.loads(out)["measured"]["assumed"]
+    assert json.loads(out)["measured"]["assumed"] == []
     assert "measured step" in err
 
 
@@ -121,7 +113,7 @@ def test_clocks_are_moved_to_that_of_the_first_rank() -> None:
     def of(rank: int, offset: float) -> RankProfile:
         step = MeasuredStep(4.0, spans)
         names = {0: ("a",), 1: ("b",)}
-        return RankProfile(rank, (step,), (transfer,), (names,), ClockOffset(offset, 0.0), None, "x", None)
+        return RankProfile(rank, (step,), (transfer,), (names,), ClockOffset(offset, 0.0), None, "x")
 
     flows: dict[tuple[Any, ...], int] = {}
     first, second = (list(spans_of(of(rank, offset), flows)) for rank, offset in ((0, 0.0), (1, 10.0)))
@@ -136,36 +128,6 @@ def test_clocks_are_moved_to_that_of_the_first_rank() -> None:
     made = real_trace([of(0, 0.0), of(1, 1.0)], "m", "Muon", named_hardware("cpu"))
     assert checker().is_valid(made)
     assert min(e["ts"] for e in events(made, "X")) == 0
-
-
-# -- rates -------------------------------------------------------------------------------------------
-
-
-def taken_on(hardware: Hardware, step: Step) -> MeasuredReport:
-    """What would be measured on a machine that is as the simulation thinks."""
-    phases, seconds = predict_mean([step], hardware)
-    rows = tuple(MeasuredPhase(n, "", s, s, s, 0, s, 1.0, None, None) for n, s in phases.items())
-    return MeasuredReport(1, 2, "", seconds, seconds, seconds, 0.0, 0.0, 0.0, 0.0, (), rows)
-
-
-@pytest.mark.parametrize("slower", [{"compute": 3.0, "elementwise": 0.5, "wires": 7.0}, {"compute": 0.2}], ids=str)
-def test_rates_that_explain_the_steps(slower: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canzona_compile.tools.profiling.learn.processors", lambda: 2)
-    step = scheduled(grid_of(1, 2), (64, 32), (64, 32), (48, 64))
-    base = replace(named_hardware("cpu"), ranks_per_node=1024)
-    report = taken_on(base.slower(by_rate(slower)), step)
-    learnt = learn(report, [step], 2)
-    expected, seconds = predict_mean([step], learnt)
-    for phases in PHASES.values():
-        found, right = (sum(own[name] for name in phases if name in own) for own in (expected, by_name(report)))
-        assert found == pytest.approx(right, rel=0.02)
-    assert seconds == pytest.approx(report.seconds, rel=0.02)
-    assert "factorizations" in learnt.assumed
-    assert "learnt from 1 step of 3 matrices on 2 ranks" in dict(learnt.sources)["products"]
-
-
-def by_name(report: MeasuredReport) -> dict[str, float]:
-    return {phase.name: phase.mean for phase in report.phases}
 
 
 @pytest.mark.full

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from argparse import ArgumentParser, Namespace
 
 import torch
 
+from canzona_compile.compat.telling import shown
 from canzona_compile.errors import CanzonaError
-from canzona_compile.machine.hardware import ONE_NODE, Hardware, named_hardware, processors
+from canzona_compile.machine.hardware import Hardware, hardware_from, named_hardware
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
 from canzona_compile.tools.calibration.ranks import MeasuredRates
+from canzona_compile.tools.output import check_output, write
+
+log = logging.getLogger(__name__)
 
 HOW = {  # what is measured, by the name of the rate
     "products": "square and skinny ones, in stacks",
@@ -22,6 +28,7 @@ HOW = {  # what is measured, by the name of the rate
     "launch": "operators on next to no data, caches cleared",
     "host": "a step with many small matrices, outside of its program, caches cleared",
 }
+ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that were not measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -80,6 +87,11 @@ def calibrate(
     return measured_machine(started.cpu(ranks, how), kind, how, device, ranks), True
 
 
+def processors() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_base(device: str) -> str:
     """The name of the known kind of machine that is most like this one."""
     if device == "cpu":
@@ -119,4 +131,31 @@ def measured_machine(
     measured = {**found, "memory": memory}
     shape = {"name": name, "device": device, "backend": backend, "overlap": gpu}
     shape |= {"ranks_per_node": near, "processors": near if gpu else cores}
-    return base.with_measured(shape, measured, {rate: sources[rate] for rate in measured}, "calibrate")
+    kept = {rate: f"assumed, as {base.name}: {text}" for rate, text in base.sources if rate not in measured}
+    kept |= {rate: sources[rate] for rate in measured}
+    return hardware_from(
+        {**base.to_dict(), **shape, **measured, "sources": kept, "measured": sorted(measured)}, "calibrate"
+    )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `calibrate` to its parser."""
+    add = parser.add_argument
+    add("-o", "--output", metavar="FILE", help="write the JSON to this file instead of standard output")
+    add("--device", choices=("cpu", "cuda"), help="the device to measure (default: cuda if there is one)")
+    add("--base", metavar="NAME", help="machine or file that gives the rates which cannot be measured here")
+    add("--ranks", type=int, default=2, help="number of gloo processes to start on CPU (%(default)s)")
+    add("--quick", action="store_true", help="measure fewer sizes, with fewer repetitions")
+
+
+def run(given: Namespace) -> int:
+    """Measure, and write the file that `plan --hardware` and `wrap(hardware=)` read; the exit code is 0."""
+    check_output(given.output, "-o")
+    with shown("calibrate", quiet=given.quiet):
+        hardware, shows = calibrate(device=given.device, base=given.base, ranks=given.ranks, quick=given.quick)
+    if not shows:
+        return 0
+    write(hardware.to_json(), given.output, "-o")
+    if given.output is not None:
+        log.info("%s: measured %s; assumed %s", given.output, ", ".join(hardware.measured), ", ".join(hardware.assumed))
+    return 0

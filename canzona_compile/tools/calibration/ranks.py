@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.calibration import measure
-from canzona_compile.tools.calibration.bookkeeping import bookkeeping
 from canzona_compile.tools.calibration.clock import Clock
-from canzona_compile.tools.calibration.links import link_among
 from canzona_compile.tools.calibration.measure import MeasurementSizes
+from canzona_compile.tools.calibration.together import bookkeeping, link_among
 from canzona_compile.tools.processes import run_ranks
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,9 @@
-"""`canzona-compile plan` and `canzona-compile diff`."""
+"""`canzona-compile plan`."""
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -14,11 +12,9 @@ from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.options import Numerics, StrategyOption
-from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.ownership import NAMES
 from canzona_compile.report.measured import read_measured
 from canzona_compile.tools.output import check_output, show, write
-from canzona_compile.tools.planning.difference import difference, difference_page
 from canzona_compile.tools.planning.passes import TOKENS, Updates
 from canzona_compile.tools.planning.plan import plan
 from canzona_compile.tools.planning.result import check_installed
@@ -67,12 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="fused weights to split into matrices (%(default)s), or none",
     )
     add("--strategy", choices=get_args(StrategyOption), default="auto", help="how to distribute matrices (%(default)s)")
-    add("--planner", choices=NAMES, default="joint", help="algorithm that assigns owners (%(default)s)")
-    add(
-        "--exact",
-        action="store_true",
-        help="use the planner exact, which proves an optimum or reports the gap to a bound",
-    )
+    add("--planner", choices=NAMES, help="algorithm that assigns owners (lpt-swap)")
     add(
         "--alpha",
         type=float,
@@ -138,13 +129,11 @@ def run(given: Namespace) -> int:
 
 def planner_of(given: Namespace) -> str:
     """Return the planner that the options name; raise CanzonaError if they name more than one."""
-    asked = [("--planner", given.planner)] if given.planner != "joint" else []
-    asked += [("--exact", "exact")] * given.exact + [("--alpha", "alpha")] * (given.alpha is not None)
-    names = {name for _, name in asked}
-    if len(names) > 1:
-        words = " and ".join(f"{option} (the planner {name})" for option, name in asked)
-        raise CanzonaError(f"{words} cannot be combined", at="plan", hint="pass only one of them")
-    return names.pop() if names else "joint"
+    if given.alpha is None or given.planner == "alpha":
+        return str(given.planner or "lpt-swap")
+    if given.planner:
+        raise CanzonaError(f"--alpha is for the planner alpha, not for {given.planner}", at="plan")
+    return "alpha"
 
 
 def model_of(given: Namespace) -> Model:
@@ -154,20 +143,3 @@ def model_of(given: Namespace) -> Model:
     if given.params:
         return from_shapes(read_object(Path(given.params)), Path(given.params).stem, given.params)
     return preset(given.model, split)
-
-
-def add_diff_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("before", metavar="PLAN_A", help="a plan file, from plan --format json")
-    parser.add_argument("after", metavar="PLAN_B", help="the plan file to compare it with")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def run_diff(given: Namespace) -> int:
-    """Print what differs, and return the exit code: 0 if the plans are the same, 1 otherwise."""
-    for path in (given.before, given.after):
-        read_plan(path)  # its errors name the file
-    found = difference(read_object(Path(given.before)), read_object(Path(given.after)))
-    from canzona_compile.report.terminal import render  # late: it loads rich
-
-    show(render(difference_page(found)), partial(json.dumps, found, indent=1) if given.json else None)
-    return 0 if found["same"] else 1

@@ -143,7 +143,7 @@ class Alternative:
     """The same model and mesh planned another way.
 
     Attributes:
-        name: "joint", "alpha", ..., or "every rank computes everything".
+        name: "lpt-swap", "alpha", ..., or "every rank computes everything".
         imbalance: FLOPs of the busiest rank over those of the mean.
         seconds: the simulated step.
         exposed: the seconds of it that the busiest rank waits for communication.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -20,12 +20,10 @@ from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Phase, Placed, Step, Task
-from canzona_compile.ownership.exact import solve
-from canzona_compile.ownership.jobs import Job
 from canzona_compile.passes import relowering_passes
 from canzona_compile.report.build import imbalance, rank_loads
 from canzona_compile.report.schema import LoadReport
-from canzona_compile.report.units import format_flops, format_seconds, plural
+from canzona_compile.report.units import format_seconds, plural
 from canzona_compile.simulation.figures import Simulation
 from canzona_compile.simulation.simulate import matrices_by_rank, simulate
 from canzona_compile.tools.planning.figures import (
@@ -44,12 +42,9 @@ from canzona_compile.tools.planning.passes import Request, passes_around
 from canzona_compile.tools.planning.strategies import strategies
 
 ABOUT = {
-    "static": "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)",
     "alpha": "cuts of the buffer balanced by elements (Canzona's algorithm 1)",
     "lpt": "largest first, to replicas and then to ranks within",
-    "joint": "largest first over all ranks, then swaps",
-    "permuted": "the buffer reordered so that shards are equal",
-    "exact": "mixed-integer programming",
+    "lpt-swap": "largest first over all ranks, then swaps",
     "replicated": "every rank computes everything",
 }
 
@@ -113,7 +108,7 @@ def forecast(
         memory=memory_forecast(step, request, simulation),
         simulation=simulation,
         alternatives=tuple(alternatives),
-        assumptions=(*assumptions(request, step), *bounds(made.owned, request)),
+        assumptions=assumptions(request, step),
         zero1=chosen.zero1,
     )
 
@@ -298,19 +293,6 @@ def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
     if request.rank is not None:
         given["rank"] = request.rank
     return tuple((name, str(value)) for name, value in given.items())
-
-
-def bounds(step: Step, request: Request) -> Iterator[str]:
-    """Say in a sentence for each grid how far the planner `exact` stayed from the optimum."""
-    if request.options.planner != "exact":
-        return
-    placed = {p.name: p for p in step.placed}
-    for grid in {t.layout.grid: None for t in step.tasks if t.owner is not None and t.layout.grid.size > 1}:
-        own = [t for t in step.tasks if t.layout.grid == grid and t.owner is not None]
-        jobs = [Job(t.name, t.index, float(placed[t.placed].flops), math.prod(t.shape) // grid.shards) for t in own]
-        _, bound = solve(jobs, grid.replicas, grid.shards)
-        found = "the optimum, proven" if bound.proven else f"at most {bound.gap:.2%} above the optimum"
-        yield f"exact owners on {grid.replicas}x{grid.shards} ranks: {format_flops(bound.optimum_or_best)}, {found}"
 
 
 def assumptions(request: Request, step: Step) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from canzona_compile.tools.planning.period import period_forecast
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 
-ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
+ALTERNATIVES = ("alpha", "lpt", "lpt-swap")
 ALPHAS = (0.0, 0.5, 1.0)  # of the alternatives under ZeRO-1
 Say = Callable[[str], None]
 
@@ -84,7 +84,7 @@ def plan(
         rank: a rank whose timeline to show.
         alternatives: whether to predict the plans of other planners too.
         say: called with words that tell the progress.
-        options: likewise: `numerics`, `capacity`, `micro_groups`, `depth`, `planner` (here also "exact"), `alpha`.
+        options: likewise: `numerics`, `capacity`, `micro_groups`, `depth`, `planner`, `alpha`.
 
     Returns:
         The plan and its figures, which can be written in several formats.
@@ -194,9 +194,4 @@ def alternative_plans(lowering: Lowering, options: Options) -> dict[str, Callabl
     blends = {f"alpha {alpha:g}": by(planner="alpha", alpha=alpha) for alpha in ALPHAS}
     plain = {name: by(planner=name) for name in ALTERNATIVES if name != "alpha"}
     everywhere = replace(lowering, bucket_bytes=None)
-    return {
-        "static": plain.pop("static"),
-        **blends,
-        **plain,
-        "replicated": lambda: everywhere(replace(options, strategy="replicated")),
-    }
+    return {**blends, **plain, "replicated": lambda: everywhere(replace(options, strategy="replicated"))}

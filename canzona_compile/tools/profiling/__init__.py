@@ -1,1 +1,1 @@
-"""Measures real steps of a user's model on gloo ranks: phases, a trace, and the rates of the machine."""
+"""Measures real steps of a user's model on gloo ranks: phases and a trace."""

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Phase, Step
-from canzona_compile.machine.hardware import Hardware
 from canzona_compile.report.build import Report
-from canzona_compile.report.measured import simulated_steps
 from canzona_compile.runtime.step_clock import MeasuredStep
 from canzona_compile.session.measuring import both_measured
 from canzona_compile.simulation.simulate import teams
-from canzona_compile.tools.profiling.alignment import ClockOffset, offset_to_first
-from canzona_compile.tools.profiling.learn import learn
-from canzona_compile.tools.verification.failure import blamed
 from canzona_compile.tools.verification.layouts import give, share
-from canzona_compile.tools.verification.user_model import built, random_gradients
+from canzona_compile.tools.verification.user_model import blamed, built, random_gradients
 from canzona_compile.tools.verification.workers import Order, by_names_of_the_model
 
 # Steps: the first is eager, the second is the first one of its program. As many more follow as are measured.
 WARM_UP = 3
+ROUNDS = 20  # in which a rank asks the first one for its time; the fastest counts
+HOW = "each rank asks rank 0 for its time, and takes the fastest of 20 answers as of half-way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,6 @@ class RankProfile:
         offset: to the clock of rank 0.
         report: of the run; only from rank 0.
         fingerprint: of the plan.
-        learnt: the rates that were learnt; only from rank 0, if they are wanted.
     """
 
     rank: int
@@ -64,11 +62,10 @@ class RankProfile:
     offset: ClockOffset
     report: Report | None
     fingerprint: str
-    learnt: Hardware | None
 
 
-def run_profiled(rank: int, order: Order, learns: bool) -> RankProfile:
-    """Measure some steps on this rank; the first one learns rates from them if that is wanted."""
+def run_profiled(rank: int, order: Order) -> RankProfile:
+    """Measure some steps on this rank."""
     made = built(order.build, order.seed)
     share(made, order.layout, order.options)
     optimizer: Any = made.optimizer
@@ -89,19 +86,14 @@ def run_profiled(rank: int, order: Order, learns: bool) -> RankProfile:
             "the last step made a new plan, so no step of the old plan is left to show", hint="measure more steps"
         )
     offset = offset_to_first()
-    report = optimizer.canzona.report() if rank == 0 else None
-    learnt = None
-    if report is not None and learns:
-        learnt = learn(report.measured, simulated_steps(found, optimizer.canzona.reported()), dist.get_world_size())
     return RankProfile(
         rank=rank,
         steps=found.own,
         transfers=tuple({} if step is None else transfers(step, rank) for step in found.steps),
         computed=tuple({} if step is None else computed(step, rank) for step in found.steps),
         offset=offset,
-        report=report,
+        report=optimizer.canzona.report() if rank == 0 else None,
         fingerprint=optimizer.canzona.plan().fingerprint,
-        learnt=learnt,
     )
 
 
@@ -130,3 +122,38 @@ def computed(step: Step, rank: int) -> dict[int, tuple[str, ...]]:
         if rank in grid.members():
             found[group.index] = tuple(t.name for t in tasks if t.owner in (None, grid.find(rank)))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """The clock of the first rank less that of this one.
+
+    Attributes:
+        seconds: the difference.
+        bound: seconds by which it may be wrong: half the time that the answer took.
+    """
+
+    seconds: float
+    bound: float
+
+
+def offset_to_first() -> ClockOffset:
+    """Compare the clock of this rank with that of rank 0, one rank after the other. A collective of all ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    best = ClockOffset(0.0, 0.0 if rank == 0 else float("inf"))
+    for other in range(1, ranks):
+        dist.barrier()
+        for _ in range(ROUNDS if rank in (0, other) else 0):
+            if rank == 0:
+                asked = torch.zeros(1, dtype=torch.float64, device="cpu")
+                dist.recv(asked, other)
+                dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu"), other)
+                continue
+            answer = torch.zeros(1, dtype=torch.float64, device="cpu")
+            begin = time.perf_counter()
+            dist.send(torch.zeros(1, dtype=torch.float64, device="cpu"), 0)
+            dist.recv(answer, 0)
+            end = time.perf_counter()
+            if (end - begin) / 2 < best.bound:
+                best = ClockOffset(float(answer) - (begin + end) / 2, (end - begin) / 2)
+    return best

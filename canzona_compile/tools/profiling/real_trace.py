@@ -13,8 +13,7 @@ from typing import Any
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.figures import COMPUTE, NODE, Simulation, Span
 from canzona_compile.tools.planning.trace import written
-from canzona_compile.tools.profiling.alignment import HOW
-from canzona_compile.tools.profiling.rank_profile import RankProfile
+from canzona_compile.tools.profiling.rank_profile import HOW, RankProfile
 
 START, WAIT = "start ", "wait "
 

@@ -19,11 +19,9 @@ from canzona_compile.report.page import PageModel
 from canzona_compile.report.printable import Printable
 from canzona_compile.tools.output import check_output, write
 from canzona_compile.tools.processes import ProcessCall, run_ranks
-from canzona_compile.tools.verification.failure import CannotVerify
-from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans
+from canzona_compile.tools.verification.findings import Findings, findings_page, merged, of_both_plans
 from canzona_compile.tools.verification.layouts import LayoutName
-from canzona_compile.tools.verification.table import findings_page
-from canzona_compile.tools.verification.user_model import Build, name_of, packed
+from canzona_compile.tools.verification.user_model import Build, CannotVerify, name_of, packed
 from canzona_compile.tools.verification.workers import Order, RankOutcome, run_plain, run_wrapped
 
 log = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ def add_run_arguments(parser: ArgumentParser) -> None:
         wrap.add_argument(f"--{name}", choices=get_args(kind))
     for name in ("capacity", "micro-groups", "depth", "audit"):
         wrap.add_argument(f"--{name}", type=int, metavar="N")
-    wrap.add_argument("--planner", choices=[name for name in NAMES if name != "exact"])
+    wrap.add_argument("--planner", choices=NAMES)
     wrap.add_argument("--alpha", type=float, metavar="A")
     for name in ("hardware", "plan"):
         wrap.add_argument(f"--{name}", metavar="FILE")

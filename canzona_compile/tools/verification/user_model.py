@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pickle
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+import canzona_compile.errors as errors
 from canzona_compile.api.holders import inside, members_of
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.replica.twin import check_step_signature
 from canzona_compile.session.params import named_params
-from canzona_compile.tools.verification.failure import CannotVerify, blamed
 
 Loss = Callable[[nn.Module, int], Tensor]
 Build = Callable[[], tuple[nn.Module, Optimizer] | tuple[nn.Module, Optimizer, Loss]]
@@ -29,6 +32,47 @@ Leaves = dict[tuple[str, str], Any]  # (parameter, leaf) -> value
 
 PARAMETER = "parameter"  # the leaf that is the parameter itself
 RETURNS = "return (model, optimizer) or (model, optimizer, loss), plain and on the CPU"
+ELSEWHERE = "run in the folder of the module, or set PYTHONPATH"
+# Frames of imports and of this folder say nothing. Frames of torch and of this package are named only where there are
+# no others, because the user cannot mend anything there.
+SILENT = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<")
+NOT_THE_USERS = (str(Path(errors.__file__).parent), str(Path(torch.__file__).parent))
+
+
+class CannotVerify(errors.CanzonaError):
+    """`build` gave nothing that can be checked, or its functions raised."""
+
+
+@contextlib.contextmanager
+def blamed(what: str, hint: str | None = None) -> Iterator[None]:
+    """Turn an exception inside into an error that says what raised it; errors of this package pass as they are.
+
+    Args:
+        what: what runs inside, as in "build()".
+        hint: what the user can do about it.
+
+    Raises:
+        CannotVerify: something inside raised. It names the user's own innermost line and has the traceback as a note.
+    """
+    try:
+        yield
+    except errors.CanzonaError:
+        raise
+    except (Exception, SystemExit) as error:  # a module may parse a command line when it is imported
+        said = f": {error}" if str(error) else ""
+        failure = CannotVerify(f"{what} raised {type(error).__name__}{said}", at=place_of(error), hint=hint)
+        failure.add_note("".join(traceback.format_exception(error)).rstrip())
+        raise failure from error
+
+
+def place_of(error: BaseException) -> str | None:
+    """`file:line in function`, outside of torch and this package if there is such a frame."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(SILENT)]
+    own = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
+    if not frames:
+        return None
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +198,6 @@ def built(build: str | bytes, seed: int) -> Built:
     found = Built(model, optimizer, loss, names_of(model, optimizer))
     check_params(found)
     return found
-
-
-ELSEWHERE = "run in the folder of the module, or set PYTHONPATH"
 
 
 def loaded(build: str | bytes) -> Build:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from canzona_compile.tools.acceptance.side_by_side import REFRESH, SideBySide, even, uneven
-from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, needs_of
+from acceptance.side_by_side import REFRESH, SideBySide, even, uneven
+from acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, needs_of
 from canzona_compile.tools.verification.layouts import LAYOUTS
 
 STEPS = REFRESH + 2

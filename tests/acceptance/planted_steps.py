@@ -8,9 +8,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from acceptance.side_by_side import SideBySide, even
+from acceptance.step import AcceptanceRank
 from canzona_compile.ir.layout import local_part
-from canzona_compile.tools.acceptance.side_by_side import SideBySide, even
-from canzona_compile.tools.acceptance.step import AcceptanceRank
 
 
 def good(rank: AcceptanceRank) -> str:

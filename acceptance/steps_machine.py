@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from canzona_compile.tools.acceptance.machine import SANITIZER, checkout
-from canzona_compile.tools.acceptance.step import (
+from acceptance.machine import ROOT
+from acceptance.step import (
+    SANITIZER,
     AcceptanceRank,
     AcceptanceStep,
     OneProgram,
@@ -145,14 +146,14 @@ def gpu_tests(dry: bool, room: str = "") -> Iterator[AcceptanceStep]:
     files = [path for path in files_of_gpu_tests() if path.startswith(f"tests/{room}")]
     workers = 2 if dry else WORKERS
     beside = ("-n", str(workers), "--dist", "worksteal") if find_spec("xdist") else ()
-    record = ("-p", "canzona_compile.tools.acceptance.recorded_tests", "--record", "{output}/tests.jsonl")
+    record = ("-v", "--junitxml", "{output}/tests.xml")  # the log has a line per test at once, also if it is killed
     yield AcceptanceStep(
         f"tests/{room or 'gpu'}",
         "kernels, streams and recordings do on one GPU what their tests say",
         "Look at the failed test, and at what it asserts: the test may be out of date. `tests/kernels`: results may be "
         "wrong wherever the kernel is used. `tests/runtime`: the order of streams, recordings, or waits of the host.",
         OneProgram(("{python}", *PYTEST, "-rfE", "--tb=short", *beside, *record, *files)),
-        (*on_cuda(dry), "triton", "pytest", "repository"),
+        (*on_cuda(dry), "triton", "pytest"),
         SLOW / 2,
     )
 
@@ -166,7 +167,7 @@ def checked_memory(dry: bool) -> Iterator[AcceptanceStep]:
         "A kernel accesses memory outside of its tensors: exit code 9, and the log names kernel and address. Other "
         "exit codes are failed tests; under the sanitizer those that bound time or memory may fail by themselves.",
         OneProgram((*check, "{python}", *PYTEST, "-x", "-k", f"not ({PROFILED})", *files_of_gpu_tests())),
-        ("cuda", "triton", "sanitizer", "pytest", "repository"),
+        ("cuda", "triton", "sanitizer", "pytest"),
         SLOW / 2,
     )
 
@@ -197,7 +198,7 @@ def benchmarks(dry: bool) -> Iterator[AcceptanceStep]:
             ("{python}", "benchmarks/gpu.py", "--output", "{output}", "--minutes", "{minutes}"),
             ("--dry",),
         ),
-        (*on_cuda(dry), "repository"),
+        on_cuda(dry),
         SLOW / 2,
     )
     yield AcceptanceStep(
@@ -217,8 +218,5 @@ def on_cuda(dry: bool) -> tuple[StepNeed, ...]:
 
 def files_of_gpu_tests() -> list[str]:
     """The test files with tests for a device: others may need packages that a GPU machine lacks."""
-    root = checkout()
-    if root is None:
-        return []
-    paths = sorted(path for path in (root / "tests").rglob("test_*.py") if path.is_file())
-    return [str(p.relative_to(root)) for p in paths if "mark.gpu" in p.read_text(encoding="utf-8")]
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(p.relative_to(ROOT)) for p in paths if "mark.gpu" in p.read_text(encoding="utf-8")]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
+from acceptance.side_by_side import SideBySide, even
+from acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, WrongResult, needs_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.acceptance.side_by_side import SideBySide, even
-from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, WrongResult, needs_of
 from canzona_compile.tools.verification.layouts import LAYOUTS
 
 RECORDED = 5  # steps after which a program whose gradients stay in place has been recorded

@@ -1,4 +1,4 @@
-"""`accept`: what provokes recorded steps records them, on the stand-in for GPUs, where no GPU is."""
+"""What provokes recorded steps records them, on the stand-in for GPUs, where no GPU is."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from acceptance import steps_audit
+from acceptance.step import AcceptanceRank
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.acceptance import steps_audit
-from canzona_compile.tools.acceptance.step import AcceptanceRank
 from canzona_compile.tools.verification import layouts
 from canzona_compile.tools.verification.findings import Tally
 from tests.fake_cuda.on_device import on_stand_in, settled

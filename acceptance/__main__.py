@@ -1,4 +1,7 @@
-"""`python -m canzona_compile accept`, or by torchrun `-m canzona_compile.tools.accept`."""
+"""All that a GPU can show, riskiest parts first: `python -m acceptance`, in the folder of the repository.
+
+It runs on one machine. A launcher may start it: then the first process does everything.
+"""
 
 from __future__ import annotations
 
@@ -6,80 +9,82 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.distributed.rendezvous import rendezvous
 
-from canzona_compile.compat.torch_private import PrefixStore
+from acceptance.journal import AcceptanceJournal, counted
+from acceptance.machine import facts
+from acceptance.step import RANKS, AcceptanceStep, AcceptedMachine, OneProgram, OnRanks, needed
+from acceptance.steps_audit import audit
+from acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
+from acceptance.steps_machine import benchmarks, checked_memory, gpu_tests, machine_works, tuned
+from acceptance.supervisor import Supervisor
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.acceptance.journal import AcceptanceJournal, counted, files_of
-from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts, needed
-from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks
-from canzona_compile.tools.acceptance.steps_audit import audit
-from canzona_compile.tools.acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
-from canzona_compile.tools.acceptance.steps_machine import benchmarks, checked_memory, gpu_tests, machine_works, tuned
-from canzona_compile.tools.acceptance.supervisor import MARGIN, LocalRanks, Supervisor
-from canzona_compile.tools.processes import RankPlace, backend_for, places_here
+from canzona_compile.tools.output import exit_code
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("acceptance")
 
-FOLDER = "canzona-acceptance"
 SMOKE, WHOLE = "smoke", "all"
-# Seconds of the process groups' timeouts. One step waits for it, and no rank waits so long for a slow one.
-PATIENCE = {("cuda", "nccl"): 120.0, ("cuda", "gloo"): 60.0, ("cpu", "gloo"): 30.0}
 ON_FEW = (2, 4)  # numbers of ranks that show something, where there are not as many GPUs
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 Taken = tuple[AcceptanceStep, int]  # a step, and how many ranks take it
-RANKS = {"ranks", "two mesh dims", "two stages"}  # needs of steps that show something else with more ranks
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of `accept` to its parser."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code: 0 if no step failed, 1 if one did, 2 if it could not be done."""
+    parser = ArgumentParser(prog="acceptance", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("part", nargs="?", choices=PARTS, help="run only this part (default: all parts, in this order)")
     add("--minutes", type=float, metavar="M", help="end within M minutes; skip the steps that do not fit")
     add("--dry", action="store_true", help="run on the CPU with gloo and tiny matrices; skip steps that need CUDA")
-    add(
-        "--ranks",
-        type=numbers,
-        metavar="N,...",
-        help="number of processes on this machine, or several numbers to run in turn (default: one per GPU, then 2 "
-        "and 4 if there are fewer GPUs; dry: 1)",
+    ranks = (
+        "number of processes, or several numbers to run in turn (default: one per GPU, then 2 and 4 if there are fewer "
+        "GPUs; dry: 1)"
     )
-    add(
-        "--only",
-        action="append",
-        metavar="PATTERN",
-        help="run only steps with matching names, such as 'audit/*'; may be repeated",
-    )
-    words = "folder for the page and the archive of all results (%(default)s); logs go to FOLDER-files"
-    add("--output", type=Path, default=Path(FOLDER), metavar="FOLDER", help=words)
-    add(
-        "--list", action="store_true", help="list the steps, what each shows and needs, and which would be skipped here"
-    )
+    add("--ranks", type=numbers, metavar="N,...", help=ranks)
+    only = "run only steps with matching names, such as 'audit/*'; may be repeated"
+    add("--only", action="append", metavar="PATTERN", help=only)
+    output = "folder for the page and the archive of all results (%(default)s); logs go to FOLDER-files"
+    add("--output", type=Path, default=Path("canzona-acceptance"), metavar="FOLDER", help=output)
+    listed = "list the steps, what each shows and needs, and which would be skipped here"
+    add("--list", action="store_true", help=listed)
+    given = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s")
+    for name in ("canzona_compile", "acceptance"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    return exit_code(run, given)
 
 
 def run(given: Namespace) -> int:
-    """Take all steps, write down what each found, and return the exit code: 0 if none failed, 1 if one did.
-
-    Everything that was written lies in the archive at the end, also after an interrupt.
+    """Take all steps, write down what each found, and return the exit code.
 
     Raises:
         CanzonaError: there is no CUDA device and this is no dry run, or an argument is wrong.
     """
-    began = time.monotonic()
+    began, ranks = time.monotonic(), given.ranks
+    if "LOCAL_RANK" in os.environ:
+        if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+            raise CanzonaError("this runs on one machine", hint="start it on each machine by itself")
+        if os.environ["LOCAL_RANK"] != "0":
+            return 0
+        ranks = ranks or (int(os.environ["WORLD_SIZE"]),)
+        for name in [name for name in os.environ if name.startswith(LAUNCHED)]:
+            del os.environ[name]  # its own ranks and programs are no ranks of the launcher
     steps = chosen(all_steps(given.dry, given.part), given.only)
     device = "cpu" if given.dry or (given.list and not torch.cuda.is_available()) else "cuda"
+    if given.part == SMOKE and ranks is None and not given.list:
+        ranks = (1,)
+    machines = {n: AcceptedMachine(device, n) for n in ranks_here(ranks, device)}
     if given.list:
-        list_steps(steps, device, ranks_here(given.ranks, device))
+        list_steps(steps, machines)
         return 0
     if device == "cuda" and not torch.cuda.is_available():
         raise CanzonaError(
@@ -87,64 +92,39 @@ def run(given: Namespace) -> int:
         )
     if device == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise CanzonaError("TRITON_INTERPRET is set, so kernels would be interpreted", hint="unset TRITON_INTERPRET")
-    if "WORLD_SIZE" in os.environ:
-        own = launched(device)
-        worlds: tuple[int, ...] = (own.places[0].world,)
-        if given.ranks is not None and given.ranks != worlds:
-            raise CanzonaError(
-                f"--ranks is {','.join(map(str, given.ranks))}, but torchrun started {worlds[0]} ranks",
-                hint="omit --ranks, or run without torchrun",
-            )
-    else:
-        worlds = ranks_here((1,) if given.part == SMOKE and given.ranks is None else given.ranks, device)
-        own = alone(device, max(worlds))
-    machine = AcceptedMachine(device, max(worlds), checkout())
     deadline = began + 60 * given.minutes if given.minutes else None
     with interrupted_by_signals():
-        return accept(steps, machine, own, given.output, given.part or WHOLE, worlds, deadline)
+        return accept(steps, machines, given.output, given.part or WHOLE, deadline)
 
 
 def accept(
     steps: Sequence[AcceptanceStep],
-    machine: AcceptedMachine,
-    own: LocalRanks,
+    machines: Mapping[int, AcceptedMachine],
     output: Path,
     part: str = WHOLE,
-    worlds: Sequence[int] = (),
     deadline: float | None = None,
 ) -> int:
-    """Take steps one after the other.
+    """Take steps one after the other; 0 if none failed, otherwise 1.
+
+    Everything that was written lies in the archive at the end, also after an interrupt.
 
     Args:
-        steps: in order, the same ones for every supervisor.
-        machine: the machine.
-        own: the ranks of this supervisor.
+        steps: in order.
+        machines: by the numbers of ranks that take the steps, in order.
         output: for the page and the archive; it is made.
         part: the name of what is run.
-        worlds: the numbers of ranks that take the steps, one after the other; all ranks if there are none.
         deadline: of the clock `time.monotonic`: what would not end by then is skipped, or ended.
-
-    Returns:
-        0 if none failed, otherwise 1; on all supervisors alike.
     """
-    worlds = tuple(worlds) or (machine.ranks,)
-    folder = files_of(output) / part
-    folder.mkdir(parents=True, exist_ok=True)
-    machines = {n: replace(machine, ranks=n, backend=own.of(n)[0].backend) for n in worlds}
-    backends = {n: own.backend for n, own in machines.items()}
-    journal = AcceptanceJournal(output, part, facts(machine, backends)) if own.first else None
-    supervisor = Supervisor(own, machines, journal, folder.absolute(), deadline)
+    journal = AcceptanceJournal(output, part, facts(machines.values()))
+    supervisor = Supervisor(machines, journal, journal.folder.absolute(), deadline)
     try:
-        for number, (step, ranks) in enumerate(taken(steps, machines)):
-            supervisor.take(number, step, ranks)
-        if journal is not None:
-            journal.finish()
+        for step, ranks in taken(steps, machines):
+            supervisor.take(step, ranks)
+        journal.finish()
     finally:
         supervisor.close()
-        if journal is not None:
-            log.info("%s: %s\neverything is in %s", journal.page, counted(journal.results), journal.pack())
-    leave_together(own)
-    return 1 if supervisor.failed else 0
+        log.info("%s: %s\neverything is in %s", journal.page, counted(journal.results), journal.pack())
+    return 1 if journal.failed else 0
 
 
 def correctness(dry: bool) -> Iterator[AcceptanceStep]:
@@ -173,12 +153,7 @@ PARTS: Mapping[str, Callable[[bool], Iterator[AcceptanceStep]]] = {
 
 
 def all_steps(dry: bool, part: str | None = None) -> list[AcceptanceStep]:
-    """The steps of a whole run, or of a part.
-
-    Args:
-        dry: whether they are meant for a CPU.
-        part: a name of `PARTS`; None for all of them.
-    """
+    """The steps of a part, or of a whole run if there is none; `dry` if they are meant for a CPU."""
     return [step for name in ([part] if part else PARTS) if name != SMOKE or part for step in PARTS[name](dry)]
 
 
@@ -189,10 +164,6 @@ def taken(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedMachin
     show something: first the steps that fewer ranks could not take. A step that nothing here can take comes once, to
     say why. What needs processes of its own comes after the others of the same number of ranks, and once: first what
     ends them, then what needs other variables.
-
-    Args:
-        steps: in order.
-        machines: by numbers of ranks, in order.
     """
     numbers, found = list(machines), list[Taken]()
     able = {step.name: [n for n in numbers if not machines[n].missing(step)] for step in steps}
@@ -210,14 +181,12 @@ def taken(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedMachin
     return found
 
 
-def list_steps(steps: Sequence[AcceptanceStep], device: str, worlds: Sequence[int]) -> None:
+def list_steps(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedMachine]) -> None:
     """Print what each step shows and needs, and with how many ranks it would be taken here, or why not."""
-    count = torch.cuda.device_count() if device == "cuda" else 0
-    machines = {n: AcceptedMachine(device, n, checkout(), backend_for(device, n)) for n in worlds}
     here: dict[str, list[int]] = {}
     for step, ranks in taken(steps, machines):
         here.setdefault(step.name, []).append(ranks)
-    print(f"Here: {count or 'no'} GPUs, ranks {', '.join(f'{n} over {m.backend}' for n, m in machines.items())}\n")
+    print(f"Here: ranks {', '.join(f'{n} over {m.backend} on {m.device}' for n, m in machines.items())}\n")
     for step in steps:
         why = machines[here[step.name][-1]].missing(step)
         who = "one program" if isinstance(step.work, OneProgram) else f"ranks {', '.join(map(str, here[step.name]))}"
@@ -245,43 +214,13 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def ranks_here(asked: tuple[int, ...] | None, device: str) -> tuple[int, ...]:
-    """The numbers of ranks that take the steps on this machine, without a launcher."""
+    """The numbers of ranks that take the steps."""
     if asked is not None:
         return asked
     if device == "cpu":
         return (1,)
     gpus = torch.cuda.device_count()
     return (gpus, *(n for n in ON_FEW if n > gpus))
-
-
-def alone(device: str, ranks: int) -> LocalRanks:
-    """All ranks under one supervisor, on this machine."""
-    return LocalRanks(*places_here(ranks, device, PATIENCE[device, backend_for(device, ranks)]))
-
-
-def launched(device: str) -> LocalRanks:
-    """One rank under this supervisor, of those that torchrun or a launcher like it started."""
-    store, rank, world = next(iter(rendezvous("env://")))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    near = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = PATIENCE[device, backend_for(device, near)]
-    place = RankPlace(rank, world, local, near, device, host, port, "", patience)
-    return LocalRanks((place,), PrefixStore("canzona acceptance", store))
-
-
-def leave_together(own: LocalRanks) -> None:
-    """Wait until every supervisor is done: a launcher ends the others with the first that fails.
-
-    The first one is the last to leave, because it may hold the store.
-    """
-    first, patience = own.places[0], timedelta(seconds=MARGIN)
-    others = range(0, first.world, len(own.places))
-    own.store.set(f"done {first.rank}", "")
-    own.store.wait([f"done {rank}" for rank in others], patience)
-    own.store.set(f"left {first.rank}", "")
-    if own.first:
-        own.store.wait([f"left {rank}" for rank in others], patience)
 
 
 @contextmanager
@@ -301,3 +240,7 @@ def interrupted_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

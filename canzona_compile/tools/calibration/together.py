@@ -1,4 +1,4 @@
-"""All-to-alls among ranks: how long the smallest takes, and how many bytes a second larger ones carry."""
+"""What ranks measure together: all-to-alls, and a rank's bookkeeping in a step beside its program."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import statistics
 import time
 from collections.abc import Sequence
 from timeit import Timer
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Module, Parameter
+from torch.optim import Muon
 from torch.utils import benchmark
 
+from canzona_compile.api.wrap import wrap
 from canzona_compile.machine.hardware import Link
+from canzona_compile.tools.calibration.measure import clearing
 
 BYTES = {"cpu": (2**20, 2**23), "cuda": (2**26, 2**28)}  # that a rank sends, at which bandwidth is measured
 MANY = 8  # times as many repetitions of the smallest, whose times vary most
+MATRICES = 64
+SIDE = 16  # rows and columns of each matrix: there is next to nothing to compute
 
 
 def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions: int) -> Link:
@@ -86,3 +95,47 @@ def link_of(latency: float, pair: float, ranks: int, rate: float) -> Link:
         return Link(rate, pair)
     per_peer = max(0.0, (latency - pair) / (ranks - 2))
     return Link(rate, max(0.0, pair - per_peer), per_peer)
+
+
+class Stopwatch:
+    """CPU seconds of the calling thread between the begin of a module's call and its end."""
+
+    def __init__(self, module: Module) -> None:
+        self.begin = self.seconds = 0.0
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after)
+
+    def before(self, *_: object) -> None:
+        self.begin = time.thread_time()
+
+    def after(self, *_: object) -> None:
+        self.seconds = time.thread_time() - self.begin
+
+
+def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
+    """Measure the CPU seconds of a steady step that its program does not take, by matrix.
+
+    Args:
+        mesh: one dim; the matrices are sharded over it as `fully_shard` does, and all of its ranks call this.
+        cold: bytes of other data that the rank goes through before each step, to clear its caches.
+        repetitions: how many steps the median is taken over.
+    """
+
+    def zeros() -> torch.Tensor:
+        return distribute_tensor(torch.zeros(SIDE, SIDE, device="cpu"), mesh, [Shard(0)], src_data_rank=None)
+
+    params = [Parameter(zeros()) for _ in range(MATRICES)]
+    optimizer: Any = wrap(Muon(params, lr=0.0), strategy="owner")
+    for param in params:
+        param.grad = zeros()
+    optimizer.step()
+    optimizer.step()  # from now on the program is the same
+    program = Stopwatch(optimizer.canzona.step.program.module)
+    before = clearing(cold, torch.device("cpu"))
+    samples = []
+    for _ in range(repetitions):
+        before()
+        start = time.thread_time()
+        optimizer.step()
+        samples.append(time.thread_time() - start - program.seconds)
+    return statistics.median(samples) / MATRICES

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from canzona_compile.tools.acceptance.step import StepResult
+from acceptance.step import StepResult
 
 SCHEMA = 1
 NAME = "acceptance"
@@ -137,7 +137,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def verdict(results: Sequence[StepResult], complete: bool) -> str:
-    """The outcome in a sentence."""
+    """The outcome in a sentence; only numbers that are wrong speak against training."""
     if not complete:
         last = results[-1].name if results else "the first step"
         return f"**Not complete**: {counted(results)}; `{last}` was the last step to begin."
