@@ -20,7 +20,6 @@ from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.capture.templates import Capture
-from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
@@ -32,8 +31,9 @@ from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.given_layout import GivenLayout
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
+from canzona_compile.runtime.agreement import PLANNING, Agreement
+from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.launch_order import keep_launch_order
-from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
@@ -91,12 +91,12 @@ def zero1(
     notice_one_rank(group, meshes)
     device = next(iter(params.values())).device
     keep_launch_order([own for own in (group.shard, group.replicate) if own is not None], device)
-    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
+    agreement = Agreement(None if group.shard is None else channel_of(ranks, group.shard, device), "zero1()")
     either = group.shard or group.replicate
-    announcer = Announcer() if either is None else Announcer(every_rank(mesh, meshes, group), either, device)
-    if agreement is not None:
-        said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
-        agreement.agree("\n".join([said, *(own.text for own in each), *described(model, params)]), None)
+    around = Agreement(None if either is None else channel_of(every_rank(mesh, meshes, group), either, device), "model")
+    around.take_number()
+    said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
+    agreement.compare(PLANNING, {"plan": "\n".join([said, *(own.text for own in each), *described(model, params)])})
     send_from_first(model, group)
     captures = [Capture(own) for own in optimizers]
     joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
@@ -105,7 +105,7 @@ def zero1(
         OwnerSession(capture, its, filling, group, joint, bound, agreement)
         for capture, its, bound in zip(captures, each, joint.bound, strict=True)
     ]
-    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, wanted.missing_grads == "zero", announcer)
+    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, wanted.missing_grads == "zero", around)
     for session in sessions:
         attach(session.optimizer, Zero1Canzona(session, engine, joint))
     if not listed:

@@ -30,6 +30,7 @@ ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 # Buckets that are reduced, or gathered, at once. A bucket that gloo reduces counts as two, because an all-to-all
 # receives as many bytes as it sends. More do not help: simulated iterations of Qwen3-1.7B on dp=64 take as long with 4,
 # 8 and 16, whether the network or the processors are the bottleneck.
+BROKEN = "look at the output of the other ranks. Shards of gradients and parameters are lost: restart from a checkpoint"
 IN_FLIGHT = 2
 
 

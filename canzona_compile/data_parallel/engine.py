@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import node_of_backward
-from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
 from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
@@ -31,8 +30,10 @@ from canzona_compile.errors import CanzonaError, problem_of, some
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import laid_out_like
+from canzona_compile.runtime.agreement import Agreement, Details
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
+from canzona_compile.session.compared import described
 from canzona_compile.session.session import Session
 
 GatherAt = Literal["step", "forward"]
@@ -55,7 +56,7 @@ class Zero1:
         wire: the dtype in which gradients travel; None is that of the gradients.
         gather: when parameters are whole again: when `step` returns, or when a module needs them.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
-        announcer: announces what this rank is about to do with the other ranks.
+        agreement: announces what this rank is about to do with the other ranks.
 
     Attributes:
         reduction: what happens during backward.
@@ -71,20 +72,18 @@ class Zero1:
         wire: torch.dtype | None,
         gather: GatherAt,
         zeros: bool,
-        announcer: Announcer,
+        agreement: Agreement,
     ) -> None:
         self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
-        self.announcer = announcer
+        self.agreement = agreement
         self._names: dict[Session, frozenset[str]] = {own: frozenset(f.name for f in own.fragments) for own in sessions}
         self._order = list(sessions)  # of the optimizers, in messages
         self._model = weakref.ref(model)
         # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
         ledger: Zero1 = weakref.proxy(self)
         memory = BucketMemory(max(b.starts[-1] * t.itemsize for b in self.buckets for t in (b.dtype, wire or b.dtype)))
-        self.reduction = Reduction(filling, group, wire, announcer, ledger, memory, zeros)
-        self.gathering = Gathering(filling, group, announcer, memory)
-        if announcer.channel is not None:
-            announcer.channel.promised[self.gathering] = announcer.name
+        self.reduction = Reduction(filling, group, wire, agreement, ledger, memory, zeros)
+        self.gathering = Gathering(filling, group, agreement, memory)
         self._held = [frozenset(names) for names in filling.names]
         self._trained = {id(fragment.param) for fragment in self.fragments.values()}
         # By bucket, the parameters that were updated since it was gathered last.
@@ -137,7 +136,7 @@ class Zero1:
             self._after(session)
         except BaseException as error:
             if self._agreed or not isinstance(error, Exception):
-                self.announcer.interrupt(error)
+                self.agreement.interrupt(error)
             elif not self._announcing:  # the other ranks must learn of it, and nothing has started
                 told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
                 self._begun(session, told)
@@ -157,7 +156,7 @@ class Zero1:
         }
         index, kind = self._order.index(session), plain_class(session.optimizer).__name__
         try:
-            self.announcer.agree(f"step() of optimizer {index} ({kind})", details, error, self.gathering)
+            self.agreement.compare(f"step() of optimizer {index} ({kind})", details, error, self.gathering)
         except CanzonaError as found:
             if found is not error:
                 raise
@@ -172,7 +171,7 @@ class Zero1:
     def _before(self) -> None:
         """See to it that gradients are with their owners."""
         reduction = self.reduction
-        self.announcer.check()
+        self.agreement.check()
         self._check_params()
         grads = [f.param.grad for f in self.fragments.values()]
         if reduction.under_way or any(g is not None and not isinstance(g, ReducedGradient) for g in grads):
@@ -266,7 +265,7 @@ class Zero1:
 
     def _meet(self) -> None:
         """Wait for all ranks before parameters are gathered for this one to read. Raises if one does not come."""
-        if (meeting := self.announcer.meeting) is not None:
+        if (meeting := self.agreement.meeting) is not None:
             meet_all({meeting.ranks: ""}, lambda _: meeting, WHOLE_PARAMETERS)
 
     def _check_copied(self) -> None:
@@ -304,13 +303,13 @@ class Zero1:
         arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}, of={number}"
         error = problem_of(lambda: check_reduced(fragments)) if of is None or number is not None else no_such(of)
         self._agree("clip_grad_norm_()", {"gradients": self._bare(), "arguments": arguments}, error)
-        with self.announcer.on_its_way():
+        with self.agreement.on_its_way():
             norm = total_norm(fragments, self.group, self.reduction.waiter, norm_type)
         clip_by_norm(fragments, norm, max_norm, norm_type, error_if_nonfinite)
         return norm
 
     def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
-        self.announcer.agree(call, details, error, self.gathering)
+        self.agreement.compare(call, details, error, self.gathering)
 
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
@@ -335,14 +334,14 @@ class Zero1:
         """Tell the other ranks of an error that this rank raises, and that changed nothing."""
         if node_of_backward() is not None:
             self.reduction.abandon(error)
-        elif self.announcer.channel is not None:
-            self.announcer.channel.note(error)
+        elif self.agreement.channel is not None:
+            self.agreement.channel.note(error)
 
     def whole(self, gradient: ReducedGradient) -> Tensor:
         """Gather a gradient from its owners. This is a collective."""
         fragment = self.fragments[gradient.origin]
         self._agree(f"full_tensor() of the gradient of {fragment.name}", {})
-        with self.announcer.on_its_way():
+        with self.agreement.on_its_way():
             return self._whole(gradient, fragment)
 
     def _whole(self, gradient: ReducedGradient, fragment: Fragment) -> Tensor:
@@ -359,10 +358,16 @@ class Zero1:
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""
         self._agree("unscaling of gradients", {"gradients": self._bare()})
-        with self.announcer.on_its_way():
+        with self.agreement.on_its_way():
             largest(self.group, found, self.reduction.waiter)
             for cut in cut_by_mesh(list(self.fragments.values())):
                 all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)
+
+
+def numbers_of(optimizer: Optimizer) -> str:
+    """The hyperparameters of an optimizer, one line for each parameter group."""
+    kind, groups = plain_class(optimizer).__name__, optimizer.param_groups
+    return "\n".join(f"group {g} of {kind} has {described(group)}" for g, group in enumerate(groups))
 
 
 def no_such(optimizer: Optimizer) -> CanzonaError:

@@ -20,7 +20,7 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
@@ -57,7 +57,7 @@ def agreed_plan(
     group: ProcessGroup | None,
     ranks: Sequence[int],
     bucket_bytes: int,
-    agreement: StoreAgreement | None,
+    agreement: Agreement,
 ) -> ModelPlan:
     """Plan ZeRO-1, and see that all ranks made the same plan. This is a collective.
 
@@ -68,7 +68,7 @@ def agreed_plan(
         group: the data-parallel process group of this rank; None if the rank is alone.
         ranks: its global ranks, in order.
         bucket_bytes: the size at which a bucket closes.
-        agreement: what these ranks compare their plans by; None if the rank is alone.
+        agreement: what these ranks compare their plans by.
 
     Raises:
         CanzonaError: an optimizer or a parameter is not supported, the given plan does not fit, or another rank cannot
@@ -78,10 +78,7 @@ def agreed_plan(
     order = {name: i for i, name in enumerate(params)}
     with shown("canzona, zero1", patience=SOON, quiet=dist.get_rank() != 0):
         error = problem_of(lambda: found.append(plan_model(captures, options, order, group, ranks, bucket_bytes)))
-    if agreement is not None:
-        agreement.agree("" if error is not None else found[0].text, error)
-    elif error is not None:
-        raise error
+    agreement.compare(PLANNING, {"plan": "" if error is not None else found[0].text}, error)
     return found[0]
 
 

@@ -19,8 +19,8 @@ from torch.distributed import ReduceOp
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.torch_private import node_of_backward
-from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import (
+    BROKEN,
     IN_FLIGHT,
     BucketMemory,
     DataParallelGroup,
@@ -38,6 +38,7 @@ from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
 from canzona_compile.data_parallel.hooks import MARK, Mark
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
+from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.channel import Announcement
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.runtime.waiter import Waiter
@@ -77,7 +78,7 @@ class Reduction:
         filling: the buckets and their parameters.
         group: the ranks.
         wire: the dtype in which gradients travel; None is that of the gradients.
-        announcer: announces backward passes before the first collective of each.
+        agreement: announces backward passes before the first collective of each.
         ledger: where operations on reduced gradients are noted.
         memory: of buckets.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
@@ -99,16 +100,16 @@ class Reduction:
         filling: Filling,
         group: DataParallelGroup,
         wire: torch.dtype | None,
-        announcer: Announcer,
+        agreement: Agreement,
         ledger: Ledger,
         memory: BucketMemory,
         zeros: bool,
     ) -> None:
         self.filling, self.group, self.wire, self.memory = filling, group, wire, memory
         self.fragments, self.buckets = filling.fragments, filling.buckets
-        self.announcer, self.ledger, self.zeros = announcer, ledger, zeros
+        self.agreement, self.ledger, self.zeros = agreement, ledger, zeros
         device = next(iter(self.fragments.values())).param.device
-        self.waiter = Waiter(announcer.listeners, device, BROKEN)
+        self.waiter = Waiter(agreement.listeners, device, BROKEN)
         self.number = 0
         self.reduced = False
         self.present: frozenset[str] = frozenset()
@@ -183,11 +184,10 @@ class Reduction:
         if announced is not None and announced.refused:
             return
         if announced is not None or under_way or not isinstance(error, Exception):
-            self.announcer.interrupt(error)
+            self.agreement.interrupt(error)
             return
         told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-        announced = self.announcer.start(CALL, told) if self.announcer.channel is not None else None
-        if announced is not None:
+        if self.agreement.channel is not None and (announced := self.agreement.start(CALL, told)) is not None:
             announced.finish()
 
     def _missed(self, number: int) -> None:
@@ -196,7 +196,7 @@ class Reduction:
             self.abandon(CanzonaError("an exception interrupted a backward pass"))
 
     def _leave(self) -> None:
-        channel = self.announcer.channel
+        channel = self.agreement.channel
         if channel is not None and self in channel.under_way:
             channel.under_way.remove(self)
 
@@ -221,7 +221,7 @@ class Reduction:
         """Begin a new reduction of gradients: announce it and go on. The answer is read before the first collective."""
         self._announced = None
         self._pass += 1
-        self.announcer.check()
+        self.agreement.check()
         stale = [n for n, f in self.fragments.items() if isinstance(f.param.grad, ReducedGradient)]
         if stale:
             raise CanzonaError(
@@ -231,9 +231,9 @@ class Reduction:
                 "no_sync()",
             )
         self.at_begin()
-        channel = self.announcer.channel
+        channel = self.agreement.channel
         if channel is not None:
-            self._announced = self.announcer.start(CALL)
+            self._announced = self.agreement.start(CALL)
             channel.under_way.append(self)
         self.under_way, self.reduced = True, False
         self._missing = [set(names) for names in self.filling.names]
@@ -248,7 +248,7 @@ class Reduction:
 
         A layer that took no part on one rank would have another model's bucket start before this one's there.
         """
-        channel = self.announcer.channel
+        channel = self.agreement.channel
         return channel is None or channel.under_way[0] is self
 
     def _start_complete(self) -> None:
@@ -367,8 +367,8 @@ class Reduction:
             if not self.under_way:
                 self._begin()
             while not self._is_first():
-                assert self.announcer.channel is not None
-                self.announcer.channel.under_way[0].finish()
+                assert self.agreement.channel is not None
+                self.agreement.channel.under_way[0].finish()
             while self._next < len(self.buckets):
                 self._start(self.buckets[self._next])
             present = self._exchange()
@@ -392,12 +392,13 @@ class Reduction:
         Returns:
             Their names.
         """
-        names, channel = tuple(self.fragments), self.announcer.channel
+        names = tuple(self.fragments)
         missing = sum(1 << i for i, name in enumerate(names) if name not in self._seen and not self.zeros)
-        if channel is not None and not self.zeros:
+        if not self.zeros:
             with during(self.clock, f"wait {REDUCE}"):
-                answers = channel.exchange(f"the end of {CALL} of {self.announcer.name}", f"{missing:x}")
-            missing = fold(operator.and_, (int(answer, 16) for answer in answers))
+                told = {"missing": f"{missing:x}"}
+                answers = self.agreement.compare(f"the end of {CALL}", told, apart_from=self.gathering)
+            missing = fold(operator.and_, (int(answer["missing"], 16) for answer in answers))
         return frozenset(name for i, name in enumerate(names) if not missing >> i & 1)
 
     def _hand_out(self) -> None:

@@ -20,8 +20,8 @@ from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import OwnedState, put_together, take_apart
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step
+from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.meeting import Meeting
-from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter, bound_to
 from canzona_compile.session.bound import BoundParam, Described
@@ -47,7 +47,7 @@ class OwnerSession(Session):
         group: the data-parallel ranks.
         joint: the plan of all optimizers.
         bound: the optimizer's parameters, and the pieces of its fused ones, by task.
-        whole: the agreement of the data-parallel ranks; None if this rank is alone.
+        whole: the agreement of the data-parallel ranks.
 
     Attributes:
         fragments: the optimizer's parameters.
@@ -68,7 +68,7 @@ class OwnerSession(Session):
         group: DataParallelGroup,
         joint: ModelPlan,
         bound: Mapping[str, BoundParam],
-        whole: StoreAgreement | None,
+        whole: Agreement,
     ) -> None:
         super().__init__(capture.optimizer, options, capture=capture)
         self._group, self._joint, self._bound = group, joint, bound
@@ -214,20 +214,19 @@ class OwnerSession(Session):
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from: all data-parallel ranks if not yet gathered."""
         found = super().partners()
-        if self._apart and self._whole is not None:
+        if self._apart and self._whole.ranks:
             names = "\n".join(fragment.name for fragment in self.fragments)
             found[self._whole.ranks] = f"{self.state_text()}\n{names}\n{found.get(self._whole.ranks, '')}"
         return found
 
     def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
         """Find the sets of ranks that share tasks, or the model's buckets, with this one."""
-        whole = self._whole
-        return super().sharing() | ({} if whole is None else {whole.ranks: whole.share})
+        return super().sharing() | ({self._whole.ranks: self._whole.share} if self._whole.ranks else {})
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks with which this rank shares state."""
-        whole = self._whole
-        return whole.meeting if whole is not None and whole.ranks == ranks else super().meeting_of(ranks)
+        own = self._whole.meeting if self._whole.ranks == ranks else None
+        return own or super().meeting_of(ranks)
 
     @property
     def has_objects(self) -> bool:
@@ -258,8 +257,8 @@ class OwnerSession(Session):
 
     def _whole_leaf(self, piece: str, name: str, value: DTensor) -> Tensor:
         """Gather a leaf of a piece from the other ranks that hold its fragments. This is a collective."""
-        assert self._agreement is not None
-        return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank, self._agreement.waiter)
+        assert self._agreements is not None
+        return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank, self._agreements.waiter)
 
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:
@@ -277,7 +276,6 @@ class OwnerSession(Session):
 
     def _put_together(self) -> None:
         """Gather whole state. All ranks have met for that, so an error here leaves some of them in a collective."""
-        channel = None if self._whole is None else self._whole.channel
-        with contextlib.nullcontext() if channel is None else channel.on_its_way():
-            watch = Waiter([] if channel is None else [channel], self.device)
+        with self._whole.on_its_way():
+            watch = Waiter(self._whole.listeners, self.device)
             put_together(self.optimizer, self.fragments, self._group, self._whole_leaf, watch)
