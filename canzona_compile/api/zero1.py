@@ -101,11 +101,11 @@ def zero1(
     captures = [Capture(own) for own in optimizers]
     joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(joint, params, group.rank)
+    engine = Zero1(model, filling, group, reduce_dtype, gather, wanted.missing_grads == "zero", around)
     sessions = [
-        OwnerSession(capture, its, filling, group, joint, bound, agreement)
+        OwnerSession(capture, its, engine, joint, bound, agreement)
         for capture, its, bound in zip(captures, each, joint.bound, strict=True)
     ]
-    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, wanted.missing_grads == "zero", around)
     for session in sessions:
         attach(session.optimizer, Zero1Canzona(session, engine, joint))
     if not listed:

@@ -22,8 +22,6 @@ from canzona_compile.compat.torch_private import node_of_backward
 from canzona_compile.data_parallel.collectives import (
     BROKEN,
     IN_FLIGHT,
-    BucketMemory,
-    DataParallelGroup,
     Pending,
     all_reduce,
     bytes_held,
@@ -32,8 +30,8 @@ from canzona_compile.data_parallel.collectives import (
     reduce,
     sum_replicas,
 )
-from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
 from canzona_compile.data_parallel.hooks import MARK, Mark
 from canzona_compile.errors import CanzonaError
@@ -75,12 +73,11 @@ class Reduction:
     then. A bucket's gradients are freed when it starts.
 
     Args:
-        filling: the buckets and their parameters.
-        group: the ranks.
+        gathering: of the same buckets, on the same ranks; it ends before a backward pass begins.
+        forward: what checks that parameters were here when the forward pass read them; None if all are.
         wire: the dtype in which gradients travel; None is that of the gradients.
         agreement: announces backward passes before the first collective of each.
         ledger: where operations on reduced gradients are noted.
-        memory: of buckets.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
 
     Attributes:
@@ -89,24 +86,21 @@ class Reduction:
         reduced: whether gradients are with their owners now.
         hooks: the handles of the hooks through which autograd calls this.
         clock: notes how long reductions take; None while nothing is measured.
-        check: called with the name of each parameter whose gradient arrives; it may raise.
-        at_begin: called before the first bucket starts.
-        at_finish: called when all gradients are reduced.
         present: the names of the parameters that had a gradient on some rank when they were last reduced.
     """
 
     def __init__(
         self,
-        filling: Filling,
-        group: DataParallelGroup,
+        gathering: Gathering,
+        forward: ForwardHooks | None,
         wire: torch.dtype | None,
         agreement: Agreement,
         ledger: Ledger,
-        memory: BucketMemory,
         zeros: bool,
     ) -> None:
-        self.filling, self.group, self.wire, self.memory = filling, group, wire, memory
-        self.fragments, self.buckets = filling.fragments, filling.buckets
+        self.gathering, self.forward, self.wire = gathering, forward, wire
+        self.filling, self.group, self.memory = gathering.filling, gathering.group, gathering.memory
+        self.fragments, self.buckets = self.filling.fragments, self.filling.buckets
         self.agreement, self.ledger, self.zeros = agreement, ledger, zeros
         device = next(iter(self.fragments.values())).param.device
         self.waiter = Waiter(agreement.listeners, device, BROKEN)
@@ -116,9 +110,6 @@ class Reduction:
         self._paused = False
         self.under_way = False
         self.clock: StepClock | None = None
-        self.check: Callable[[str], None] = lambda _: None
-        self.at_begin: Callable[[], None] = lambda: None
-        self.at_finish: Callable[[], None] = lambda: None
         for fragment in self.fragments.values():
             setattr(fragment.param, MARK, Mark())
         self._queued = False  # whether the end of this backward pass will call `finish`
@@ -156,7 +147,8 @@ class Reduction:
             if own is None:
                 return
             with own.told():
-                own.check(name)
+                if own.forward is not None:
+                    own.forward.check(name)
                 if not own._paused:
                     own._arrived(own.fragments[name])
 
@@ -230,7 +222,7 @@ class Reduction:
                 hint="call zero_grad() first; to accumulate gradients, run all backward passes but the last inside "
                 "no_sync()",
             )
-        self.at_begin()
+        self.gathering.wait()
         channel = self.agreement.channel
         if channel is not None:
             self._announced = self.agreement.start(CALL)
@@ -384,7 +376,8 @@ class Reduction:
         self.under_way, self.reduced, self.present = False, True, present
         self.number += 1
         self._hand_out()
-        self.at_finish()
+        if self.forward is not None:
+            self.forward.forget()
 
     def _exchange(self) -> frozenset[str]:
         """Find the parameters that have a gradient on some rank. Ranks announce that, so no host waits for its device.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
-from canzona_compile.data_parallel.collectives import DataParallelGroup
-from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.engine import Zero1
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import OwnedState, put_together, take_apart
@@ -43,8 +41,7 @@ class OwnerSession(Session):
     Args:
         capture: the captured code of the wrapped optimizer.
         options: the options of `zero1` that `wrap` has too.
-        filling: the parameters of the model, and the buckets that hold them.
-        group: the data-parallel ranks.
+        engine: what reduces gradients before a step, and gathers parameters after it. The session joins it.
         joint: the plan of all optimizers.
         bound: the optimizer's parameters, and the pieces of its fused ones, by task.
         whole: the agreement of the data-parallel ranks.
@@ -52,8 +49,6 @@ class OwnerSession(Session):
     Attributes:
         fragments: the optimizer's parameters.
         group_of: by name, the index of the parameter group that each of them was planned in.
-        around: makes the context of every step. It sees to the gradients before and to the parameters after.
-        begun: called in that context when this rank can take the step; raises unless all ranks can.
     """
 
     lost_in_copies: ClassVar[str] = "copies of an optimizer lose zero1, because a copy of the model has no buckets"
@@ -64,24 +59,22 @@ class OwnerSession(Session):
         self,
         capture: Capture,
         options: Options,
-        filling: Filling,
-        group: DataParallelGroup,
+        engine: Zero1,
         joint: ModelPlan,
         bound: Mapping[str, BoundParam],
         whole: Agreement,
     ) -> None:
         super().__init__(capture.optimizer, options, capture=capture)
-        self._group, self._joint, self._bound = group, joint, bound
-        self.fragments = tuple(filling.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
+        self._engine, self._joint, self._bound = engine, joint, bound
+        self.fragments = tuple(engine.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
         self.group_of = {b.name: b.param_group for b in bound.values()}
         self._whole = whole
-        self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.begun: Callable[[], None] = lambda: None
         self._loaded = 0  # how often whole state was loaded
         self._noticed = False  # whether the whole state that is there now is counted
         self._stepped = False  # whether the optimizer has state since
         self._apart = False  # whether `optimizer.state` holds the state of the doubles
         self._with_user = True  # whether users have it
+        engine.join(self)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -95,7 +88,7 @@ class OwnerSession(Session):
             return super().take_step()
         if self._apart and not isinstance(self.optimizer.state, OwnedState):  # the user assigned it
             self.forget_plan()
-        with self._taken_back(), self.around():
+        with self._taken_back(), self._engine.around(self):
             new = super().take_step()
         self._stepped = True
         if isinstance(self.optimizer.state, OwnedState):
@@ -107,7 +100,7 @@ class OwnerSession(Session):
         self._remove()
         driver = super().prepared()
         if not self._in_dummy_step:
-            self.begun()
+            self._engine.begun(self)
         return driver
 
     def state_text(self) -> str:
@@ -278,4 +271,4 @@ class OwnerSession(Session):
         """Gather whole state. All ranks have met for that, so an error here leaves some of them in a collective."""
         with self._whole.on_its_way():
             watch = Waiter(self._whole.listeners, self.device)
-            put_together(self.optimizer, self.fragments, self._group, self._whole_leaf, watch)
+            put_together(self.optimizer, self.fragments, self._engine.group, self._whole_leaf, watch)
