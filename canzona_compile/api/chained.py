@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from canzona_compile.api.chains.chain import Chain, loss_of
-from canzona_compile.api.handle import Canzona
+from canzona_compile.api.chain import Chain, loss_of
+from canzona_compile.api.handle import Canzona, Zero1Canzona
 from canzona_compile.api.wrapped_class import rebind_scheduled_step
-from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.compat.torch_private import calls_outside_dynamo, outside_dynamo
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.sequence import in_sequence

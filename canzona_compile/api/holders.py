@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from canzona_compile.api.chains.chain import Chain, is_chain
+from canzona_compile.api.chain import Chain, is_chain
 from canzona_compile.replica.copies import CachedCalls, Copies
 from canzona_compile.replica.homes import held_in
 from canzona_compile.replica.outside import Outside

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from canzona_compile.api.chain import Chain, is_chain
 from canzona_compile.api.chained import CanzonaChain, MemberCanzona, attach_chain, detach_chain, handle_of
-from canzona_compile.api.chains.chain import Chain, is_chain
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step

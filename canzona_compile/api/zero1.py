@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.api.handle import Zero1Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrap import options_of, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
-from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1

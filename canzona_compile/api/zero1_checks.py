@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from canzona_compile.api.chains.chain import Chain
+from canzona_compile.api.chain import Chain
 from canzona_compile.api.wrapped_class import check_wrappable, is_wrapped
 from canzona_compile.data_parallel.hooks import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
