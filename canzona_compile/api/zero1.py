@@ -22,7 +22,7 @@ from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
-from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.fragment import Filling
 from canzona_compile.data_parallel.model_plan import agreed_plan
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, CanzonaWarning

@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import node_of_backward
 from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
-from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.fragment import Filling, Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.data_parallel.hooks import MARK, Hook, ReadHook

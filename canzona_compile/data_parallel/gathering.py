@@ -24,7 +24,7 @@ from canzona_compile.data_parallel.collectives import (
     gather,
     shards_of,
 )
-from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.fragment import Filling
 from canzona_compile.data_parallel.hooks import Hook, ReadHook
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
