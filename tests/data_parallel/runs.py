@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 
 import canzona_compile
-from tests.data_parallel.models import MAKERS, VOCABULARY, Model, batch, different, different_state
+from tests.data_parallel.models import CHEAP, MAKERS, VOCABULARY, Model, batch, different, different_state
 from tests.harness.layouts import full, mesh_of
 from tests.harness.optimizers import shared_captures
 
@@ -43,6 +43,47 @@ def zero1(model: nn.Module, make: str, mesh: DeviceMesh, **options: Any) -> Any:
     """The optimizers of a model under zero1, which share what others have captured."""
     with shared_captures():
         return canzona_compile.zero1(model, MAKERS[make](model), mesh=mesh, **options)
+
+
+def set_up(model: nn.Module | None = None, make: str = "sgd", **options: Any) -> tuple[Any, Any, Any]:
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    made = model or Model()
+    makers = {**MAKERS, **CHEAP}
+    with shared_captures():
+        optimizers: Any = canzona_compile.zero1(
+            made, makers[make](made), mesh=mesh, **{"bucket_bytes": 40_000, **options}
+        )
+    return made, optimizers, optimizers[0].canzona
+
+
+def step_alone(make: str = "sgd") -> None:
+    """Wrap and step the optimizers of a model without zero1, in one process. Ranks capture nothing again."""
+    model = Model()
+    model(batch(0, 0)).backward()
+    for optimizer in {**MAKERS, **CHEAP}[make](model):
+        with shared_captures():
+            canzona_compile.wrap(optimizer)
+        optimizer.step()
+
+
+def train(model: Any, optimizers: Any, steps: int = 1, zero: bool = True) -> None:
+    for step in range(steps):
+        model(batch(step, dist.get_rank())).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers if zero else ():
+            optimizer.zero_grad()
+
+
+def said_of(call: Callable[[], object]) -> str:
+    """The error that a call raises; empty if none."""
+    try:
+        call()
+    except canzona_compile.CanzonaError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def scheduled(optimizers: Sequence[Optimizer]) -> list[LambdaLR]:
