@@ -38,11 +38,7 @@ class FixedGroups(list[dict[str, Any]]):
 
 
 class ChainState(MutableMapping[Any, Any]):
-    """The state of all optimizers of a chain, by parameter: a view, which writes to where the parameter belongs.
-
-    Args:
-        own: the chain.
-    """
+    """The state of all optimizers of a chain, by parameter: a view, which writes to where the parameter belongs."""
 
     def __init__(self, own: Chain) -> None:
         self._chain = own

@@ -170,12 +170,7 @@ def parts_of(optimizers: Sequence[Optimizer]) -> tuple[Canzona, ...]:
 
 
 def handle_of(optimizers: Sequence[Optimizer], known: Any = None) -> ChainCanzona:
-    """Make the handle of several optimizers that are wrapped.
-
-    Args:
-        optimizers: those.
-        known: the handle that there was; it stays if it is that of these optimizers as they are wrapped now.
-    """
+    """Make the handle of optimizers that are wrapped. The known one stays if it is theirs as they are wrapped now."""
     parts = parts_of(optimizers)
     if isinstance(known, ChainCanzona) and [*map(id, known.parts)] == [*map(id, parts)]:
         return known

@@ -30,7 +30,7 @@ class Row:
     """One parameter.
 
     Attributes:
-        name: its name, without what DDP, torch.compile and activation checkpointing put into it.
+        name: without what DDP, torch.compile and activation checkpointing put into it.
         shape: of the whole parameter, also where a rank holds a fragment.
         kind: "matrix", "other", or "frozen" if it is not trained.
         why: the reason.
@@ -222,20 +222,7 @@ def check_shape(name: str, param: nn.Parameter) -> None:
 def claims(
     argument: str, given: str | Sequence[str], params: Mapping[str, object], trained: Mapping[str, object]
 ) -> dict[str, str]:
-    """Find the trained parameters that patterns fit.
-
-    Args:
-        argument: the name of the argument, for errors.
-        given: a pattern, or several.
-        params: all parameters by name.
-        trained: the parameters that are trained, by name.
-
-    Returns:
-        By the name of a parameter, the first pattern that fits it.
-
-    Raises:
-        CanzonaError: something is not a pattern, or fits no trained parameter.
-    """
+    """Find the first pattern of an argument that fits each trained parameter, by name; raise if one fits none."""
     where, found = f"hidden_matrices(model, {argument}=)", dict[str, str]()
     for pattern in [given] if isinstance(given, str) else given:
         if not isinstance(pattern, str):

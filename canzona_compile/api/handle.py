@@ -229,12 +229,7 @@ class Canzona:
 
 
 class PlacedModule(nn.Module):
-    """The three graphs of a placed template as submodules.
-
-    Args:
-        graphs: by name of the part.
-        name: of the placed template.
-    """
+    """The three graphs of a placed template as submodules."""
 
     def __init__(self, graphs: dict[str, fx.Graph], name: str) -> None:
         super().__init__()

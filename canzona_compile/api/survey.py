@@ -56,11 +56,7 @@ class Site:
 
 
 class Survey:
-    """What a model says about its parameters: where they are, what is around them, which modules are repeated.
-
-    Args:
-        model: the model.
-    """
+    """What a model says about its parameters: where they are, what is around them, which modules are repeated."""
 
     def __init__(self, model: nn.Module) -> None:
         prefix = common_prefix(canonical_name(name) for name, _ in model.named_parameters())

@@ -69,12 +69,7 @@ def check(
 
 
 def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that cannot lie in buckets, or that nobody would reduce.
-
-    Args:
-        model: the model.
-        params: the parameters that the optimizers train, by name.
-    """
+    """Refuse trained parameters that cannot lie in buckets, and others whose gradients nobody would reduce."""
     if not params:
         raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
     for name, param in canonical_params(model).items():
@@ -104,12 +99,7 @@ def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
 
 
 def check_meshes(meshes: Mapping[str, DeviceMesh], ranks: Sequence[int]) -> None:
-    """Refuse parameters that are sharded or replicated over the data-parallel ranks already.
-
-    Args:
-        meshes: those of the parameters that are fragments, by name.
-        ranks: the data-parallel ranks.
-    """
+    """Refuse fragments, by name, that are sharded or replicated over the data-parallel ranks already."""
     for name, mesh in meshes.items():
         if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
             raise CanzonaError(

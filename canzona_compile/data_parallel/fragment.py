@@ -53,16 +53,7 @@ class Fragment:
         stand_in: FragmentView | None = None,
         division: PiecesView | None = None,
     ) -> None:
-        """Find what this rank owns.
-
-        Args:
-            name: the name of the parameter.
-            param: the parameter.
-            slices: all of its slices.
-            rank: the position of this rank among the data-parallel ranks.
-            stand_in: shows it, if it is a plain tensor that is a fragment.
-            division: shows its logical matrices, if it is fused.
-        """
+        """Find what this rank owns; `rank` is its position among the data-parallel ranks."""
         self.name, self.param, self.slices = name, param, tuple(slices)
         self.stand_in, self.division = stand_in, division
         self.sharding = None if stand_in is None else stand_in.tiling.sharding
@@ -198,13 +189,7 @@ class Filling:
 
     @classmethod
     def of(cls, joint: ModelPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
-        """Find the filling of a plan.
-
-        Args:
-            joint: the plan.
-            params: the parameters that are trained, by name, in the order of the model.
-            rank: the position of this rank among the data-parallel ranks.
-        """
+        """Find the filling of a plan, of the parameters that are trained, in the order of the model."""
         slices: dict[str, list[BucketSlice]] = {}
         for part in (part for bucket in joint.step.buckets for part in bucket.slices):
             slices.setdefault(part.name, []).append(part)
@@ -223,12 +208,7 @@ class Filling:
         return self._holders[part.name]
 
     def part(self, index: int, names: frozenset[str]) -> Bucket:
-        """What a bucket holds of some parameters, as a bucket; the bucket itself if it holds no others.
-
-        Args:
-            index: the position of the bucket.
-            names: the parameters, those of one optimizer; the result is kept.
-        """
+        """What a bucket holds of the parameters of an optimizer, as a bucket; the bucket itself if it has no others."""
         bucket = self.buckets[index]
         if names.issuperset(self.names[index]):
             return bucket

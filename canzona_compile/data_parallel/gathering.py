@@ -101,11 +101,7 @@ class Gathering:
         return frozenset([b.index for b in self._waiting] + [p.bucket.index for p in self._pending])
 
     def queue(self, buckets: Iterable[Bucket]) -> None:
-        """Note that buckets have to be gathered.
-
-        Args:
-            buckets: those whose parameters were updated, or parts of them. Every rank must give the same ones.
-        """
+        """Note that buckets, or parts of them, have to be gathered. Every rank must give the same ones."""
         self.unsettled = True
         self._waiting.extend(sorted(buckets, key=lambda bucket: -bucket.index))
 
@@ -264,14 +260,7 @@ class ForwardHooks:
         self._early, self._called = set(), set()
 
     def check(self, name: str) -> None:
-        """Raise unless a parameter was here when the forward pass read it.
-
-        Args:
-            name: a parameter whose gradient has arrived.
-
-        Raises:
-            CanzonaError: something read the parameter without calling its module, while it was still on its way.
-        """
+        """Raise if the forward pass read this parameter before it was gathered, without a call of its module."""
         if name in self._early and name not in self._called:
             raise CanzonaError(
                 "the forward pass read the parameter before it was gathered, because its module was not called",

@@ -66,9 +66,9 @@ def agreed_plan(
         options: those of each; they differ in the names of parameters only.
         params: the names of the parameters, in the order of the model.
         group: the data-parallel process group of this rank; None if the rank is alone.
-        ranks: its global ranks, in order.
-        bucket_bytes: the size at which a bucket closes.
-        agreement: what these ranks compare their plans by.
+        ranks: its global ranks, in the order of the group.
+        bucket_bytes: the bytes at which a bucket closes.
+        agreement: of these ranks.
 
     Raises:
         CanzonaError: an optimizer or a parameter is not supported, the given plan does not fit, or another rank cannot
@@ -150,15 +150,7 @@ def check_independent(bound: Iterable[BoundParam]) -> None:
 def in_model_order(
     trained: Sequence[Sequence[BoundParam]], order: Mapping[str, int]
 ) -> tuple[Mapping[str, BoundParam], ...]:
-    """Number the tasks of all optimizers in the order of the model, pieces in the order of their fused parameter.
-
-    Args:
-        trained: what each optimizer trains.
-        order: the position of each parameter in the model, by name.
-
-    Returns:
-        For each optimizer, what it trains by task.
-    """
+    """What each optimizer trains, by task, with tasks numbered in the order of the model and of pieces."""
     everything = sorted((order[b.name], b.task.index, b.task.name) for found in trained for b in found)
     index = {name: i for i, (_, _, name) in enumerate(everything)}
 
@@ -197,12 +189,7 @@ def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) 
     """Schedule all matrices of a joint step as one step, which is what a plan of the model describes.
 
     Optimizers without matrices leave no trace but the slices of their parameters, so the plan does not depend on them.
-    Parameter groups are renumbered in the order of the matrices.
-
-    Args:
-        step: OWNED, with buckets; the names of its optimizers are joined by "+".
-        parts: for each optimizer, the names of its parameters.
-        options: the options of `zero1`.
+    Parameter groups are renumbered in the order of the matrices. `parts` has the names of each optimizer's parameters.
     """
     names = step.optimizer.split("+")
     taking = [name for name, own in zip(names, parts, strict=True) if any(step.find(n) is not None for n in own)]
