@@ -37,12 +37,7 @@ RETURN = "gather params"  # the act of a measured step
 
 
 class WaitingRanks:
-    """The gather of one model that a rank waits for, in the store: of the rank that is furthest behind.
-
-    Args:
-        channel: of the ranks.
-        name: of the model.
-    """
+    """The gather of one model that a rank waits for, in the store: of the rank that is furthest behind."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         self._channel, self._key, self.told = channel, f"waits/{name}", ""

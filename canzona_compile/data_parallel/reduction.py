@@ -46,12 +46,7 @@ REDUCE = "reduce"  # the act of a measured step
 
 
 class EndOfBackward:
-    """Called by autograd when a backward pass ends. Dropped without a call if an exception ended it.
-
-    Args:
-        reached: called at the end.
-        missed: called if there is none.
-    """
+    """Called by autograd when a backward pass ends. Dropped without a call if an exception ended it: `missed`."""
 
     def __init__(self, reached: Callable[[], None], missed: Callable[[], None]) -> None:
         self._reached, self._missed, self._open = reached, missed, True

@@ -72,13 +72,7 @@ class Promise(Protocol):
 
 
 class Announcement:
-    """An announcement that was started.
-
-    Args:
-        channel: where.
-        entry: what this rank announces.
-        error: the error of this rank; None if it can go on.
-    """
+    """An announcement that was started, with the error of this rank, if there is one."""
 
     def __init__(self, channel: Channel, entry: Notice, error: CanzonaError | None) -> None:
         self._channel, self._entry, self._error = channel, entry, error
