@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 from canzona_compile.compat.logs import set_up
 
 if TYPE_CHECKING:  # `__getattr__` below imports these
-    from canzona_compile.api.chains.chain import Chain, chain
-    from canzona_compile.api.choice.choose import hidden_matrices
-    from canzona_compile.api.choice.rows import Choice
+    from canzona_compile.api.chain import Chain, chain
+    from canzona_compile.api.choice import Choice, hidden_matrices
     from canzona_compile.api.muon_adamw import muon_adamw
-    from canzona_compile.api.wrap import explain, unwrap, wrap
-    from canzona_compile.api.wrap_cls import wrap_cls
+    from canzona_compile.api.wrap import explain, unwrap, wrap, wrap_cls
     from canzona_compile.api.wrapped_class import is_wrapped
     from canzona_compile.api.zero1 import zero1
     from canzona_compile.errors import (
@@ -71,13 +69,11 @@ __all__ = [
 # and only some programs need the tools.
 _MODULES = {
     "api.muon_adamw": ("muon_adamw",),
-    "api.wrap": ("explain", "unwrap", "wrap"),
-    "api.wrap_cls": ("wrap_cls",),
+    "api.wrap": ("explain", "unwrap", "wrap", "wrap_cls"),
     "api.wrapped_class": ("is_wrapped",),
     "api.zero1": ("zero1",),
-    "api.chains.chain": ("Chain", "chain"),
-    "api.choice.choose": ("hidden_matrices",),
-    "api.choice.rows": ("Choice",),
+    "api.chain": ("Chain", "chain"),
+    "api.choice": ("Choice", "hidden_matrices"),
     "errors": ("CanzonaError", "InvalidGradient", "RankMismatch", "UnsupportedLayout", "UnsupportedOptimizer"),
     "ir.plan_file": ("PlanFile",),
     "ir.options": ("Options",),

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from canzona_compile.api.chains.chain import Chain, loss_of
-from canzona_compile.api.handle import Canzona
+from canzona_compile.api.chain import Chain, loss_of
+from canzona_compile.api.handle import Canzona, Zero1Canzona
 from canzona_compile.api.wrapped_class import rebind_scheduled_step
-from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.compat.torch_private import calls_outside_dynamo, outside_dynamo
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.sequence import in_sequence
@@ -171,12 +170,7 @@ def parts_of(optimizers: Sequence[Optimizer]) -> tuple[Canzona, ...]:
 
 
 def handle_of(optimizers: Sequence[Optimizer], known: Any = None) -> ChainCanzona:
-    """Make the handle of several optimizers that are wrapped.
-
-    Args:
-        optimizers: those.
-        known: the handle that there was; it stays if it is that of these optimizers as they are wrapped now.
-    """
+    """Make the handle of optimizers that are wrapped. The known one stays if it is theirs as they are wrapped now."""
     parts = parts_of(optimizers)
     if isinstance(known, ChainCanzona) and [*map(id, known.parts)] == [*map(id, parts)]:
         return known

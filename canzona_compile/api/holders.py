@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from canzona_compile.api.chains.chain import Chain, is_chain
+from canzona_compile.api.chain import Chain, is_chain
 from canzona_compile.replica.homes import held_in
 
 # Packages, and methods of theirs that step each optimizer inside once and do nothing else to parameters.

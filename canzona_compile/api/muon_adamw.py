@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Muon, Optimizer
 
-from canzona_compile.api.chains.chain import Chain, chain
-from canzona_compile.api.choice.choose import hidden_matrices
+from canzona_compile.api.chain import Chain, chain
+from canzona_compile.api.choice import hidden_matrices
 from canzona_compile.api.wrap import wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.errors import CanzonaError

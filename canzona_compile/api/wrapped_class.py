@@ -89,14 +89,7 @@ def saved_by(optimizer: Any, plain: type[Optimizer]) -> type[Optimizer]:
 
 @functools.cache
 def wrapped_class(plain: type[Optimizer]) -> type[Any]:
-    """Make the subclass of an optimizer class whose `step` goes through canzona_compile.
-
-    Args:
-        plain: the optimizer class that the user wrote.
-
-    Returns:
-        The subclass, one per `plain`.
-    """
+    """Make the subclass of an optimizer class whose `step` goes through canzona_compile, one per class."""
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         loss = None

@@ -11,29 +11,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from canzona_compile.api.chain import Chain
+from canzona_compile.api.handle import Zero1Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrap import options_of, show
-from canzona_compile.api.wrapped_class import attach
-from canzona_compile.api.zero1_checks import check, check_meshes, check_params
-from canzona_compile.api.zero1_handle import Zero1Canzona
+from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped
 from canzona_compile.capture.templates import Capture
-from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
-from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.fragment import Filling
+from canzona_compile.data_parallel.hooks import MARK
 from canzona_compile.data_parallel.model_plan import agreed_plan
 from canzona_compile.data_parallel.session import OwnerSession
-from canzona_compile.errors import CanzonaError, CanzonaWarning
+from canzona_compile.errors import CanzonaError, CanzonaWarning, UnsupportedLayout
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.given_layout import GivenLayout
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
+from canzona_compile.runtime.agreement import PLANNING, Agreement
+from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.launch_order import keep_launch_order
-from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.session.params import check_usable
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
@@ -91,21 +95,21 @@ def zero1(
     notice_one_rank(group, meshes)
     device = next(iter(params.values())).device
     keep_launch_order([own for own in (group.shard, group.replicate) if own is not None], device)
-    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
+    agreement = Agreement(None if group.shard is None else channel_of(ranks, group.shard, device), "zero1()")
     either = group.shard or group.replicate
-    announcer = Announcer() if either is None else Announcer(every_rank(mesh, meshes, group), either, device)
-    if agreement is not None:
-        said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
-        agreement.agree("\n".join([said, *(own.text for own in each), *described(model, params)]), None)
+    around = Agreement(None if either is None else channel_of(every_rank(mesh, meshes, group), either, device), "model")
+    around.take_number()
+    said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
+    agreement.compare(PLANNING, {"plan": "\n".join([said, *(own.text for own in each), *described(model, params)])})
     send_from_first(model, group)
     captures = [Capture(own, its.one_per_matrix) for own, its in zip(optimizers, each, strict=True)]
     joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(joint, params, group.rank)
+    engine = Zero1(model, filling, group, reduce_dtype, gather, wanted.missing_grads == "zero", around)
     sessions = [
-        OwnerSession(capture, its, filling, group, joint, bound, agreement)
+        OwnerSession(capture, its, engine, joint, bound, agreement)
         for capture, its, bound in zip(captures, each, joint.bound, strict=True)
     ]
-    engine = Zero1(model, filling, group, sessions, reduce_dtype, gather, wanted.missing_grads == "zero", announcer)
     for session in sessions:
         attach(session.optimizer, Zero1Canzona(session, engine, joint))
     if not listed:
@@ -220,3 +224,93 @@ def send_from_first(model: nn.Module, group: DataParallelGroup) -> None:
         for own in (group.shard, group.replicate):
             for tensor in tensors if own is not None else ():
                 dist.broadcast(local_part(tensor).detach(), dist.get_process_group_ranks(own)[0], group=own)
+
+
+def check(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    bucket_bytes: int,
+    reduce_dtype: torch.dtype | None,
+    gather: str,
+) -> None:
+    """Refuse arguments of `zero1` that cannot work."""
+    if isinstance(model, DistributedDataParallel | FSDPModule):
+        raise CanzonaError(
+            f"the model is already wrapped in {type(model).__name__}, which reduces gradients itself",
+            at="zero1(model)",
+            hint="zero1 replaces DDP: pass the plain model. With FSDP, call canzona_compile.wrap(optimizer) instead",
+        )
+    for part in model.modules():
+        if isinstance(part, DistributedDataParallel | FSDPModule):
+            raise CanzonaError("a submodule is already wrapped in DDP or FSDP", at="zero1(model)")
+    if not optimizers:
+        raise CanzonaError("zero1 needs at least one optimizer", at="zero1(model, [])")
+    seen: set[int] = set()
+    for own in optimizers:
+        if not isinstance(own, Optimizer):
+            raise CanzonaError(f"zero1 takes a torch.optim.Optimizer, not a {type(own).__name__}", at="zero1()")
+        if isinstance(own, Chain):
+            raise CanzonaError(
+                "the list of optimizers contains a chain",
+                at="zero1(model, [...])",
+                hint="put all optimizers into one chain and call zero1(model, chain)",
+            )
+        if is_wrapped(own):
+            raise CanzonaError(
+                "the optimizer is already wrapped",
+                at="zero1()",
+                hint="call zero1 on the plain optimizer: unwrap(optimizer)",
+            )
+        check_wrappable(own)
+        ids = {id(p) for g in own.param_groups for p in g["params"]}
+        if ids & seen:
+            raise CanzonaError("two of the optimizers share a parameter", at="zero1()")
+        seen |= ids
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="the option bucket_bytes")
+    if gather not in ("step", "forward"):
+        raise CanzonaError(f"gather={gather!r} is neither 'step' nor 'forward'", at="the option gather")
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise CanzonaError(f"reduce_dtype={reduce_dtype!r} is not a floating-point dtype", at="the option reduce_dtype")
+
+
+def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Refuse trained parameters that cannot lie in buckets, and others whose gradients nobody would reduce."""
+    if not params:
+        raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
+    for name, param in canonical_params(model).items():
+        if param.requires_grad and name not in params:
+            raise CanzonaError(
+                "the parameter requires a gradient but is in no optimizer, so its gradient would never be reduced",
+                at=name,
+                hint="pass all optimizers of the model in one call of zero1, or freeze it with requires_grad_(False)",
+            )
+    devices = {param.device for param in params.values()}
+    if len(devices) > 1:
+        raise CanzonaError(f"the parameters are on several devices: {', '.join(map(str, devices))}", at="zero1()")
+    for name, own in params.items():
+        check_usable(name, own)
+        if getattr(own, MARK, False):
+            raise CanzonaError(
+                "an earlier call of zero1 already reduces the gradient of this parameter",
+                at=name,
+                hint="first call canzona_compile.unwrap on the optimizers of that call",
+            )
+        if not local_part(own).numel():
+            raise UnsupportedLayout(
+                "this rank holds no element of the parameter",
+                at=name,
+                hint="shard it over fewer ranks, or replicate it",
+            )
+
+
+def check_meshes(meshes: Mapping[str, DeviceMesh], ranks: Sequence[int]) -> None:
+    """Refuse fragments, by name, that are sharded or replicated over the data-parallel ranks already."""
+    for name, mesh in meshes.items():
+        if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
+            raise CanzonaError(
+                f"the parameter is sharded over {mesh}, which contains data-parallel ranks",
+                at=name,
+                hint="zero1 needs every data-parallel rank to hold the whole parameter; with FSDP2 call "
+                "wrap(optimizer)",
+            )

@@ -31,6 +31,7 @@ ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 # receives as many bytes as it sends. More do not help: simulated iterations of Qwen3-1.7B on dp=64 take as long with 4,
 # 8 and 16, whether the network or the processors are the bottleneck.
 IN_FLIGHT = 2
+BROKEN = "look at the output of the other ranks. Shards of gradients and parameters are lost: restart from a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +148,7 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
 def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
     """Start to sum a bucket over all ranks, each shard on its owner.
 
-    Args:
-        group: the ranks.
-        bucket: the bucket.
-        filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
+    `filled` has its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
     """
     length = bucket.shard_lengths[group.rank]
     if group.shard is None or group.size == 1 or not len(filled):
@@ -179,10 +177,7 @@ def sum_replicas(group: dist.ProcessGroup, pending: Pending) -> None:
 def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor) -> Pending:
     """Start to gather the shards of all owners on every rank.
 
-    Args:
-        group: the ranks.
-        bucket: the bucket.
-        whole: memory for it, [bucket.starts[-1]], in which this rank's own shard has its values.
+    `whole` is memory for the bucket, [bucket.starts[-1]], in which this rank's own shard has its values.
     """
     if group.shard is None or not len(whole):
         return Pending(bucket, whole)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +16,22 @@ from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import node_of_backward
-from canzona_compile.data_parallel.announcing import Announcer, Details, numbers_of
 from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
-from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.fragment import Filling, Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.data_parallel.hooks import MARK, Hook, ReadHook
 from canzona_compile.data_parallel.norms import check_reduced, clip_by_norm, cut_by_mesh, total_norm
 from canzona_compile.data_parallel.reduction import Reduction
-from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, problem_of, some
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import laid_out_like
+from canzona_compile.runtime.agreement import Agreement, Details
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
-from canzona_compile.session.session import Session
+from canzona_compile.session.compared import described
+from canzona_compile.session.measuring import Measuring
 
 GatherAt = Literal["step", "forward"]
 WHOLE_PARAMETERS = Purpose(
@@ -44,18 +42,28 @@ WHOLE_PARAMETERS = Purpose(
 )
 
 
+class Stepping(Protocol):
+    """What is asked of the session of an optimizer; see `OwnerSession`."""
+
+    optimizer: Optimizer
+    fragments: tuple[Fragment, ...]
+    group_of: dict[str, int]
+    measuring: Measuring
+
+    def state_text(self) -> str: ...
+
+
 class Zero1:
-    """Everything that one call of `zero1` sets up on this rank.
+    """Everything that one call of `zero1` sets up on this rank. Sessions of optimizers join it.
 
     Args:
         model: the model.
         filling: its parameters that are trained, and the buckets that hold them.
         group: the data-parallel ranks.
-        sessions: those of the optimizers.
         wire: the dtype in which gradients travel; None is that of the gradients.
         gather: when parameters are whole again: when `step` returns, or when a module needs them.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
-        announcer: announces what this rank is about to do with the other ranks.
+        agreement: announces what this rank is about to do with the other ranks.
 
     Attributes:
         reduction: what happens during backward.
@@ -67,24 +75,22 @@ class Zero1:
         model: nn.Module,
         filling: Filling,
         group: DataParallelGroup,
-        sessions: Sequence[OwnerSession],
         wire: torch.dtype | None,
         gather: GatherAt,
         zeros: bool,
-        announcer: Announcer,
+        agreement: Agreement,
     ) -> None:
-        self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
-        self.announcer = announcer
-        self._names: dict[Session, frozenset[str]] = {own: frozenset(f.name for f in own.fragments) for own in sessions}
-        self._order = list(sessions)  # of the optimizers, in messages
+        self.filling, self.group, self.gather, self.agreement = filling, group, gather, agreement
+        self.fragments, self.buckets = filling.fragments, filling.buckets
+        self._names: dict[Any, frozenset[str]] = {}  # by session, of the parameters of its optimizer
+        self._order: list[Stepping] = []  # of the optimizers, in messages
         self._model = weakref.ref(model)
         # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
         ledger: Zero1 = weakref.proxy(self)
         memory = BucketMemory(max(b.starts[-1] * t.itemsize for b in self.buckets for t in (b.dtype, wire or b.dtype)))
-        self.reduction = Reduction(filling, group, wire, announcer, ledger, memory, zeros)
-        self.gathering = Gathering(filling, group, announcer, memory)
-        if announcer.channel is not None:
-            announcer.channel.promised[self.gathering] = announcer.name
+        self.gathering = Gathering(filling, group, agreement, memory)
+        self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
+        self.reduction = Reduction(self.gathering, self.forward, wire, agreement, ledger, zeros)
         self._held = [frozenset(names) for names in filling.names]
         self._trained = {id(fragment.param) for fragment in self.fragments.values()}
         # By bucket, the parameters that were updated since it was gathered last.
@@ -95,7 +101,6 @@ class Zero1:
         self._state = ""  # what the ranks compare about the state of the optimizer that steps
         self._announcing = False  # whether this step was announced
         self._agreed = False  # whether all ranks take this step, and it is not over
-        self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
         self._hooks: list[RemovableHandle | ReadHook] = [
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
@@ -107,14 +112,13 @@ class Zero1:
                 self._hooks.append(module.register_forward_pre_hook(Hook(self.flush), prepend=True))
                 # Buckets under way hold values from before the load, and would overwrite it on other ranks.
                 self._hooks.append(module.register_load_state_dict_pre_hook(Hook(self.synchronize)))
-        for session in sessions:
-            session.around, session.begun = partial(self._around, session), partial(self._begun, session)
-        self.reduction.at_begin = self.gathering.wait
-        if self.forward is not None:
-            self.reduction.check = self.forward.check
-            self.reduction.at_finish = self.forward.forget
 
-    def release(self, session: Session) -> None:
+    def join(self, session: Stepping) -> None:
+        """Take in the session of an optimizer. Ranks do so in the same order."""
+        self._names[session] = frozenset(fragment.name for fragment in session.fragments)
+        self._order.append(session)
+
+    def release(self, session: object) -> None:
         """Leave out an optimizer that is unwrapped, and leave the model alone after the last one. A collective."""
         self.synchronize()
         self._names.pop(session, None)
@@ -126,8 +130,11 @@ class Zero1:
     # -- around a step ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _around(self, session: OwnerSession) -> Iterator[None]:
-        """The context of a step. In it, `_begun` announces the step, once it is certain that this rank can take it."""
+    def around(self, session: Stepping) -> Iterator[None]:
+        """The context of a step, which sees to the gradients before and to the parameters after it.
+
+        In it, the session calls `begun` once it is certain that this rank can take the step.
+        """
         self._state = ""
         self._announcing, self._agreed = False, False
         try:
@@ -137,15 +144,15 @@ class Zero1:
             self._after(session)
         except BaseException as error:
             if self._agreed or not isinstance(error, Exception):
-                self.announcer.interrupt(error)
+                self.agreement.interrupt(error)
             elif not self._announcing:  # the other ranks must learn of it, and nothing has started
                 told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-                self._begun(session, told)
+                self.begun(session, told)
             raise
         finally:
             self._agreed = False
 
-    def _begun(self, session: OwnerSession, error: CanzonaError | None = None) -> None:
+    def begun(self, session: Stepping, error: CanzonaError | None = None) -> None:
         """Announce a step, and compare what ranks must have in common for it."""
         self._announcing = True
         scalings = self._scalings if self._scaled == self.reduction.number else []
@@ -157,7 +164,7 @@ class Zero1:
         }
         index, kind = self._order.index(session), plain_class(session.optimizer).__name__
         try:
-            self.announcer.agree(f"step() of optimizer {index} ({kind})", details, error, self.gathering)
+            self.agreement.compare(f"step() of optimizer {index} ({kind})", details, error, self.gathering)
         except CanzonaError as found:
             if found is not error:
                 raise
@@ -172,7 +179,7 @@ class Zero1:
     def _before(self) -> None:
         """See to it that gradients are with their owners."""
         reduction = self.reduction
-        self.announcer.check()
+        self.agreement.check()
         self._check_params()
         grads = [f.param.grad for f in self.fragments.values()]
         if reduction.under_way or any(g is not None and not isinstance(g, ReducedGradient) for g in grads):
@@ -219,14 +226,14 @@ class Zero1:
                             hint="add or replace parameters, and set requires_grad, before zero1()",
                         )
 
-    def _after(self, session: OwnerSession) -> None:
+    def _after(self, session: Stepping) -> None:
         """Gather every bucket whose parameters have all been updated, or, to return them whole, all that were."""
         if not self.reduction.reduced:
             return
         present = self.reduction.present
         updated = self._names[session] & present
         if self.gather == "step":  # of a shared bucket, the part that this optimizer may have updated
-            own, part = self._names[session], self.gathering.filling.part
+            own, part = self._names[session], self.filling.part
             self._gather([part(i, own) for i, held in enumerate(self._held) if held & updated])
             return
         self._stepped = [done | held & updated for held, done in zip(self._held, self._stepped, strict=True)]
@@ -266,7 +273,7 @@ class Zero1:
 
     def _meet(self) -> None:
         """Wait for all ranks before parameters are gathered for this one to read. Raises if one does not come."""
-        if (meeting := self.announcer.meeting) is not None:
+        if (meeting := self.agreement.meeting) is not None:
             meet_all({meeting.ranks: ""}, lambda _: meeting, WHOLE_PARAMETERS)
 
     def _check_copied(self) -> None:
@@ -304,13 +311,13 @@ class Zero1:
         arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}, of={number}"
         error = problem_of(lambda: check_reduced(fragments)) if of is None or number is not None else no_such(of)
         self._agree("clip_grad_norm_()", {"gradients": self._bare(), "arguments": arguments}, error)
-        with self.announcer.on_its_way():
+        with self.agreement.on_its_way():
             norm = total_norm(fragments, self.group, self.reduction.waiter, norm_type)
         clip_by_norm(fragments, norm, max_norm, norm_type, error_if_nonfinite)
         return norm
 
     def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
-        self.announcer.agree(call, details, error, self.gathering)
+        self.agreement.compare(call, details, error, self.gathering)
 
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
@@ -335,14 +342,14 @@ class Zero1:
         """Tell the other ranks of an error that this rank raises, and that changed nothing."""
         if node_of_backward() is not None:
             self.reduction.abandon(error)
-        elif self.announcer.channel is not None:
-            self.announcer.channel.note(error)
+        elif self.agreement.channel is not None:
+            self.agreement.channel.note(error)
 
     def whole(self, gradient: ReducedGradient) -> Tensor:
         """Gather a gradient from its owners. This is a collective."""
         fragment = self.fragments[gradient.origin]
         self._agree(f"full_tensor() of the gradient of {fragment.name}", {})
-        with self.announcer.on_its_way():
+        with self.agreement.on_its_way():
             return self._whole(gradient, fragment)
 
     def _whole(self, gradient: ReducedGradient, fragment: Fragment) -> Tensor:
@@ -359,10 +366,16 @@ class Zero1:
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""
         self._agree("unscaling of gradients", {"gradients": self._bare()})
-        with self.announcer.on_its_way():
+        with self.agreement.on_its_way():
             largest(self.group, found, self.reduction.waiter)
             for cut in cut_by_mesh(list(self.fragments.values())):
                 all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)
+
+
+def numbers_of(optimizer: Optimizer) -> str:
+    """The hyperparameters of an optimizer, one line for each parameter group."""
+    kind, groups = plain_class(optimizer).__name__, optimizer.param_groups
+    return "\n".join(f"group {g} of {kind} has {described(group)}" for g, group in enumerate(groups))
 
 
 def no_such(optimizer: Optimizer) -> CanzonaError:

@@ -1,4 +1,4 @@
-"""Parameters as buckets see them: the elements that this rank holds, slice by slice.
+"""Parameters as buckets see them: which lie in which, and the elements that this rank holds, slice by slice.
 
 The elements of a parameter are in one flat line, which may be cut anywhere. Of a fused parameter every slice is the
 rows of one piece, whose rows need not be neighbours.
@@ -6,18 +6,20 @@ rows of one piece, whose rows need not be neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.data_parallel.gradient import ReducedGradient
+from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
-from canzona_compile.ir.bucket import BucketSlice
+from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.sharding import Sharding
 from canzona_compile.replica.twin import any_attributes, plain_attributes
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.slices import SlicesView
@@ -51,16 +53,7 @@ class Fragment:
         stand_in: FragmentView | None = None,
         division: PiecesView | None = None,
     ) -> None:
-        """Find what this rank owns.
-
-        Args:
-            name: the name of the parameter.
-            param: the parameter.
-            slices: all of its slices.
-            rank: the position of this rank among the data-parallel ranks.
-            stand_in: shows it, if it is a plain tensor that is a fragment.
-            division: shows its logical matrices, if it is fused.
-        """
+        """Find what this rank owns; `rank` is its position among the data-parallel ranks."""
         self.name, self.param, self.slices = name, param, tuple(slices)
         self.stand_in, self.division = stand_in, division
         self.sharding = None if stand_in is None else stand_in.tiling.sharding
@@ -170,3 +163,60 @@ class Fragment:
     def take_back(self) -> None:
         """Write doubles that are copies back to the parameter, and take the gradients of all doubles away."""
         self.view.give_back()
+
+
+class Filling:
+    """Buckets, and the parameters of which they hold slices.
+
+    The slices of a parameter lie in one bucket, but the pieces of a fused parameter may lie in several.
+
+    Attributes:
+        fragments: the parameters, by name, in the order of the model.
+        buckets: the buckets.
+        names: for each bucket, the names of its parameters.
+        buckets_of: for each parameter, the indices of its buckets.
+    """
+
+    def __init__(self, fragments: Mapping[str, Fragment], buckets: Sequence[Bucket]) -> None:
+        self.fragments, self.buckets = fragments, tuple(buckets)
+        self._holders = {part.name: fragment for fragment in fragments.values() for part in fragment.slices}
+        self.names = [tuple(dict.fromkeys(self._holders[n].name for n in bucket.names)) for bucket in self.buckets]
+        self._index = {name: bucket.index for bucket in self.buckets for name in bucket.names}
+        self.buckets_of = {
+            name: frozenset(self._index[part.name] for part in fragment.slices) for name, fragment in fragments.items()
+        }
+        self._parts: dict[tuple[int, frozenset[str]], Bucket] = {}
+
+    @classmethod
+    def of(cls, joint: ModelPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
+        """Find the filling of a plan, of the parameters that are trained, in the order of the model."""
+        slices: dict[str, list[BucketSlice]] = {}
+        for part in (part for bucket in joint.step.buckets for part in bucket.slices):
+            slices.setdefault(part.name, []).append(part)
+        by_param: dict[str, list[BoundParam]] = {}
+        for b in (b for bound in joint.bound for b in bound.values()):
+            by_param.setdefault(b.name, []).append(b)
+        fragments = {}
+        for name, param in params.items():
+            own = by_param[name]
+            parts = [part for b in own for part in slices[b.task.name]]
+            fragments[name] = Fragment(name, param, parts, rank, own[0].stand_in, own[0].division)
+        return cls(fragments, joint.step.buckets)
+
+    def holder(self, part: BucketSlice) -> Fragment:
+        """The parameter that a slice is part of."""
+        return self._holders[part.name]
+
+    def part(self, index: int, names: frozenset[str]) -> Bucket:
+        """What a bucket holds of the parameters of an optimizer, as a bucket; the bucket itself if it has no others."""
+        bucket = self.buckets[index]
+        if names.issuperset(self.names[index]):
+            return bucket
+        if (index, names) not in self._parts:
+            wanted = [part for part in bucket.slices if self._holders[part.name].name in names]
+            self._parts[index, names] = bucket.of(wanted)
+        return self._parts[index, names]
+
+    def bucket_of(self, part: BucketSlice) -> Bucket:
+        """The bucket that a slice lies in."""
+        return self.buckets[self._index[part.name]]

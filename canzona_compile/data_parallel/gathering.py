@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.torch_private import is_optimized
-from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import (
+    BROKEN,
     IN_FLIGHT,
     BucketMemory,
     DataParallelGroup,
@@ -22,14 +24,42 @@ from canzona_compile.data_parallel.collectives import (
     gather,
     shards_of,
 )
-from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.fragment import Filling
 from canzona_compile.data_parallel.hooks import Hook, ReadHook
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
+from canzona_compile.runtime.agreement import Agreement
+from canzona_compile.runtime.channel import Channel
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.runtime.waiter import Waiter
 
 RETURN = "gather params"  # the act of a measured step
+
+
+class WaitingRanks:
+    """The gather of one model that a rank waits for, in the store: of the rank that is furthest behind."""
+
+    def __init__(self, channel: Channel, name: str) -> None:
+        self._channel, self._key, self.told = channel, f"waits/{name}", ""
+
+    def tell(self, number: int) -> None:
+        """Tell the others how many gathers this rank needs in all; 0 if it no longer waits."""
+        channel, own = self._channel, json.dumps([self._channel.announced, number]) if number else ""
+        with contextlib.suppress(RuntimeError):  # the store may have died with its host
+            held = channel.kept(self._key)
+            # All ranks share one key, and come back every second: the one that is furthest behind is to be seen.
+            if held in ("", self.told) or (number and json.loads(held)[0] > channel.announced):
+                channel.store.compare_set(self._key, held, own)
+        self.told = own
+
+    def asked(self) -> int:
+        """How many gathers a rank needs that has not announced what this one has; 0 if none waits.
+
+        It cannot announce it before. On ranks that make the same calls this does not happen, and no collective may
+        start because time has passed: others may be on their way to another one.
+        """
+        announced, number = json.loads(self._channel.kept(self._key) or "[0, 0]")
+        return int(number) if announced < self._channel.announced else 0
 
 
 class Gathering:
@@ -38,7 +68,7 @@ class Gathering:
     Args:
         filling: the buckets and their parameters.
         group: the ranks.
-        announcer: tells the other ranks what this one waits for.
+        agreement: of the ranks that promise one another to gather.
         memory: of buckets.
 
     Attributes:
@@ -46,12 +76,15 @@ class Gathering:
         taken: how many buckets have been gathered.
     """
 
-    def __init__(self, filling: Filling, group: DataParallelGroup, announcer: Announcer, memory: BucketMemory) -> None:
-        self.filling, self.group, self._announcer, self.memory = filling, group, announcer, memory
+    def __init__(self, filling: Filling, group: DataParallelGroup, agreement: Agreement, memory: BucketMemory) -> None:
+        self.filling, self.group, self.memory = filling, group, memory
         device = self.filling.holder(self.filling.buckets[0].slices[0]).param.device
-        self._watch = Waiter(announcer.listeners, device, BROKEN, self._tell)
+        self._watch = Waiter(agreement.listeners, device, BROKEN, self._tell)
+        self._waits: WaitingRanks | None = None
+        if agreement.channel is not None:
+            self._waits = WaitingRanks(agreement.channel, agreement.name)
+            agreement.channel.promised[self] = None
         self.taken = 0
-        self._told = False  # whether others know that this rank waits
         self.clock: StepClock | None = None
         self.unsettled = False  # whether buckets were queued that not all ranks are known to wait for
         self._waiting: deque[Bucket] = deque()  # updated by owners, not started
@@ -63,11 +96,7 @@ class Gathering:
         return frozenset([b.index for b in self._waiting] + [p.bucket.index for p in self._pending])
 
     def queue(self, buckets: Iterable[Bucket]) -> None:
-        """Note that buckets have to be gathered.
-
-        Args:
-            buckets: those whose parameters were updated, or parts of them. Every rank must give the same ones.
-        """
+        """Note that buckets, or parts of them, have to be gathered. Every rank must give the same ones."""
         self.unsettled = True
         self._waiting.extend(sorted(buckets, key=lambda bucket: -bucket.index))
 
@@ -92,9 +121,8 @@ class Gathering:
         with during(self.clock, f"wait {RETURN}"):
             for work in pending.works:
                 self._watch.wait(work)
-        if self._told:
-            self._announcer.waits(0)
-        self._told = False
+        if self._waits is not None and self._waits.told:
+            self._waits.tell(0)
         self.taken += 1
         self._pending.popleft()
         bucket = pending.bucket
@@ -127,16 +155,19 @@ class Gathering:
                 self._take()
         self.unsettled = False
 
-    def catch_up(self, number: int) -> None:
-        """Gather until so many buckets have been gathered in all, because another rank waits for that."""
+    def catch_up(self) -> None:
+        """Gather what another rank needs before it can announce what this one has, see `WaitingRanks.asked`."""
+        number = 0 if self._waits is None else self._waits.asked()
+        if not number:
+            return
         with torch.no_grad(), during(self.clock, RETURN):
             self.start()
             while self._pending and self.taken < number:
                 self._take()
 
     def _tell(self) -> None:
-        self._announcer.waits(self.taken + 1)
-        self._told = True
+        if self._waits is not None:
+            self._waits.tell(self.taken + 1)
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Wait until these parameters are whole."""
@@ -224,14 +255,7 @@ class ForwardHooks:
         self._early, self._called = set(), set()
 
     def check(self, name: str) -> None:
-        """Raise unless a parameter was here when the forward pass read it.
-
-        Args:
-            name: a parameter whose gradient has arrived.
-
-        Raises:
-            CanzonaError: something read the parameter without calling its module, while it was still on its way.
-        """
+        """Raise if the forward pass read this parameter before it was gathered, without a call of its module."""
         if name in self._early and name not in self._called:
             raise CanzonaError(
                 "the forward pass read the parameter before it was gathered, because its module was not called",

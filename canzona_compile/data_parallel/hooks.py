@@ -18,12 +18,7 @@ MARK = "_canzona_zero1"  # on parameters whose gradients are already reduced
 
 
 class Hook:
-    """A hook of a module that ignores its arguments.
-
-    Args:
-        call: what the hook does; None for nothing.
-        at_copy: called when the model is copied or saved. It may raise.
-    """
+    """A hook of a module that ignores its arguments. `at_copy` may refuse that the model is copied or saved."""
 
     def __init__(self, call: Callable[[], None] | None = None, at_copy: Callable[[], None] | None = None) -> None:
         self._call, self._at_copy = call, at_copy
@@ -41,12 +36,7 @@ class Hook:
 
 
 class ReadHook:
-    """Calls a function with each parameter that code reads of a module, as `module.weight`, until `remove`.
-
-    Args:
-        module: the module.
-        call: what to do before the reader gets the parameter.
-    """
+    """Calls a function with each parameter that code reads of a module, as `module.weight`, until `remove`."""
 
     def __init__(self, module: nn.Module, call: Callable[[Any], None]) -> None:
         self._module = weakref.ref(module)

@@ -20,7 +20,7 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
@@ -57,7 +57,7 @@ def agreed_plan(
     group: ProcessGroup | None,
     ranks: Sequence[int],
     bucket_bytes: int,
-    agreement: StoreAgreement | None,
+    agreement: Agreement,
 ) -> ModelPlan:
     """Plan ZeRO-1, and see that all ranks made the same plan. This is a collective.
 
@@ -66,9 +66,9 @@ def agreed_plan(
         options: those of each; they differ in the names of parameters only.
         params: the names of the parameters, in the order of the model.
         group: the data-parallel process group of this rank; None if the rank is alone.
-        ranks: its global ranks, in order.
-        bucket_bytes: the size at which a bucket closes.
-        agreement: what these ranks compare their plans by; None if the rank is alone.
+        ranks: its global ranks, in the order of the group.
+        bucket_bytes: the bytes at which a bucket closes.
+        agreement: of these ranks.
 
     Raises:
         CanzonaError: an optimizer or a parameter is not supported, the given plan does not fit, or another rank cannot
@@ -78,10 +78,7 @@ def agreed_plan(
     order = {name: i for i, name in enumerate(params)}
     with shown("canzona, zero1", patience=SOON, quiet=dist.get_rank() != 0):
         error = problem_of(lambda: found.append(plan_model(captures, options, order, group, ranks, bucket_bytes)))
-    if agreement is not None:
-        agreement.agree("" if error is not None else found[0].text, error)
-    elif error is not None:
-        raise error
+    agreement.compare(PLANNING, {"plan": "" if error is not None else found[0].text}, error)
     return found[0]
 
 
@@ -136,15 +133,7 @@ def plan_model(
 def in_model_order(
     trained: Sequence[Sequence[BoundParam]], order: Mapping[str, int]
 ) -> tuple[Mapping[str, BoundParam], ...]:
-    """Number the tasks of all optimizers in the order of the model, pieces in the order of their fused parameter.
-
-    Args:
-        trained: what each optimizer trains.
-        order: the position of each parameter in the model, by name.
-
-    Returns:
-        For each optimizer, what it trains by task.
-    """
+    """What each optimizer trains, by task, with tasks numbered in the order of the model and of pieces."""
     everything = sorted((order[b.name], b.task.index, b.task.name) for found in trained for b in found)
     index = {name: i for i, (_, _, name) in enumerate(everything)}
 
@@ -183,12 +172,7 @@ def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) 
     """Schedule all matrices of a joint step as one step, which is what a plan of the model describes.
 
     Optimizers without matrices leave no trace but the slices of their parameters, so the plan does not depend on them.
-    Parameter groups are renumbered in the order of the matrices.
-
-    Args:
-        step: OWNED, with buckets; the names of its optimizers are joined by "+".
-        parts: for each optimizer, the names of its parameters.
-        options: the options of `zero1`.
+    Parameter groups are renumbered in the order of the matrices. `parts` has the names of each optimizer's parameters.
     """
     names = step.optimizer.split("+")
     taking = [name for name, own in zip(names, parts, strict=True) if any(step.find(n) is not None for n in own)]

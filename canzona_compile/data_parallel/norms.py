@@ -33,18 +33,7 @@ def check_reduced(fragments: Mapping[str, Fragment]) -> None:
 def clip_by_norm(
     fragments: Mapping[str, Fragment], norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> None:
-    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does on whole gradients.
-
-    Args:
-        fragments: the parameters, by name, in the order of the model.
-        norm: what `total_norm` found.
-        max_norm: the largest total norm.
-        norm_type: the order of the norm, for the message.
-        error_if_nonfinite: whether to raise if the norm is not finite.
-
-    Raises:
-        RuntimeError: the norm is not finite, and `error_if_nonfinite`. Torch raises the same.
-    """
+    """Scale gradients by the norm that `total_norm` found, as `torch.nn.utils.clip_grad_norm_` does whole ones."""
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from the parameters is non-finite, "
@@ -58,17 +47,10 @@ def clip_by_norm(
 
 
 def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watch: Watch, norm_type: float) -> Tensor:
-    """The norm of all gradients, from the norm of each. This is a collective.
+    """The norm of all gradients, which are reduced, from the norm of each: 0-d, equal on all ranks. A collective.
 
-    Args:
-        fragments: the parameters, by name, in the order of the model. `check_reduced` passed.
-        group: the data-parallel ranks.
-        watch: waits for collectives.
-        norm_type: the order p of the norm; `math.inf` for the largest absolute value.
-
-    Returns:
-        A 0-d tensor that is equal on all ranks. Its bits are those of torch's norm over the parameters in the order of
-        the model, unless a parameter is cut: the sum over its elements then has another order.
+    Its bits are those of torch's norm over the parameters in the order of the model, unless a parameter is cut: the sum
+    over its elements then has another order.
     """
     present = [f for f in fragments.values() if f.param.grad is not None]
     device = next(iter(fragments.values())).param.device

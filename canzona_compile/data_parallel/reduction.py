@@ -19,11 +19,9 @@ from torch.distributed import ReduceOp
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.torch_private import node_of_backward
-from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import (
+    BROKEN,
     IN_FLIGHT,
-    BucketMemory,
-    DataParallelGroup,
     Pending,
     all_reduce,
     bytes_held,
@@ -32,12 +30,13 @@ from canzona_compile.data_parallel.collectives import (
     reduce,
     sum_replicas,
 )
-from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
 from canzona_compile.data_parallel.hooks import MARK, Mark
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
+from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.channel import Announcement
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.runtime.waiter import Waiter
@@ -47,12 +46,7 @@ REDUCE = "reduce"  # the act of a measured step
 
 
 class EndOfBackward:
-    """Called by autograd when a backward pass ends. Dropped without a call if an exception ended it.
-
-    Args:
-        reached: called at the end.
-        missed: called if there is none.
-    """
+    """Called by autograd when a backward pass ends. Dropped without a call if an exception ended it: `missed`."""
 
     def __init__(self, reached: Callable[[], None], missed: Callable[[], None]) -> None:
         self._reached, self._missed, self._open = reached, missed, True
@@ -74,12 +68,11 @@ class Reduction:
     then. A bucket's gradients are freed when it starts.
 
     Args:
-        filling: the buckets and their parameters.
-        group: the ranks.
+        gathering: of the same buckets, on the same ranks; it ends before a backward pass begins.
+        forward: what checks that parameters were here when the forward pass read them; None if all are.
         wire: the dtype in which gradients travel; None is that of the gradients.
-        announcer: announces backward passes before the first collective of each.
+        agreement: announces backward passes before the first collective of each.
         ledger: where operations on reduced gradients are noted.
-        memory: of buckets.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
 
     Attributes:
@@ -88,36 +81,30 @@ class Reduction:
         reduced: whether gradients are with their owners now.
         hooks: the handles of the hooks through which autograd calls this.
         clock: notes how long reductions take; None while nothing is measured.
-        check: called with the name of each parameter whose gradient arrives; it may raise.
-        at_begin: called before the first bucket starts.
-        at_finish: called when all gradients are reduced.
         present: the names of the parameters that had a gradient on some rank when they were last reduced.
     """
 
     def __init__(
         self,
-        filling: Filling,
-        group: DataParallelGroup,
+        gathering: Gathering,
+        forward: ForwardHooks | None,
         wire: torch.dtype | None,
-        announcer: Announcer,
+        agreement: Agreement,
         ledger: Ledger,
-        memory: BucketMemory,
         zeros: bool,
     ) -> None:
-        self.filling, self.group, self.wire, self.memory = filling, group, wire, memory
-        self.fragments, self.buckets = filling.fragments, filling.buckets
-        self.announcer, self.ledger, self.zeros = announcer, ledger, zeros
+        self.gathering, self.forward, self.wire = gathering, forward, wire
+        self.filling, self.group, self.memory = gathering.filling, gathering.group, gathering.memory
+        self.fragments, self.buckets = self.filling.fragments, self.filling.buckets
+        self.agreement, self.ledger, self.zeros = agreement, ledger, zeros
         device = next(iter(self.fragments.values())).param.device
-        self.waiter = Waiter(announcer.listeners, device, BROKEN)
+        self.waiter = Waiter(agreement.listeners, device, BROKEN)
         self.number = 0
         self.reduced = False
         self.present: frozenset[str] = frozenset()
         self._paused = False
         self.under_way = False
         self.clock: StepClock | None = None
-        self.check: Callable[[str], None] = lambda _: None
-        self.at_begin: Callable[[], None] = lambda: None
-        self.at_finish: Callable[[], None] = lambda: None
         for fragment in self.fragments.values():
             setattr(fragment.param, MARK, Mark())
         self._queued = False  # whether the end of this backward pass will call `finish`
@@ -155,7 +142,8 @@ class Reduction:
             if own is None:
                 return
             with own.told():
-                own.check(name)
+                if own.forward is not None:
+                    own.forward.check(name)
                 if not own._paused:
                     own._arrived(own.fragments[name])
 
@@ -183,11 +171,10 @@ class Reduction:
         if announced is not None and announced.refused:
             return
         if announced is not None or under_way or not isinstance(error, Exception):
-            self.announcer.interrupt(error)
+            self.agreement.interrupt(error)
             return
         told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-        announced = self.announcer.start(CALL, told) if self.announcer.channel is not None else None
-        if announced is not None:
+        if self.agreement.channel is not None and (announced := self.agreement.start(CALL, told)) is not None:
             announced.finish()
 
     def _missed(self, number: int) -> None:
@@ -196,7 +183,7 @@ class Reduction:
             self.abandon(CanzonaError("an exception interrupted a backward pass"))
 
     def _leave(self) -> None:
-        channel = self.announcer.channel
+        channel = self.agreement.channel
         if channel is not None and self in channel.under_way:
             channel.under_way.remove(self)
 
@@ -221,7 +208,7 @@ class Reduction:
         """Begin a new reduction of gradients: announce it and go on. The answer is read before the first collective."""
         self._announced = None
         self._pass += 1
-        self.announcer.check()
+        self.agreement.check()
         stale = [n for n, f in self.fragments.items() if isinstance(f.param.grad, ReducedGradient)]
         if stale:
             raise CanzonaError(
@@ -230,10 +217,10 @@ class Reduction:
                 hint="call zero_grad() first; to accumulate gradients, run all backward passes but the last inside "
                 "no_sync()",
             )
-        self.at_begin()
-        channel = self.announcer.channel
+        self.gathering.wait()
+        channel = self.agreement.channel
         if channel is not None:
-            self._announced = self.announcer.start(CALL)
+            self._announced = self.agreement.start(CALL)
             channel.under_way.append(self)
         self.under_way, self.reduced = True, False
         self._missing = [set(names) for names in self.filling.names]
@@ -248,7 +235,7 @@ class Reduction:
 
         A layer that took no part on one rank would have another model's bucket start before this one's there.
         """
-        channel = self.announcer.channel
+        channel = self.agreement.channel
         return channel is None or channel.under_way[0] is self
 
     def _start_complete(self) -> None:
@@ -367,8 +354,8 @@ class Reduction:
             if not self.under_way:
                 self._begin()
             while not self._is_first():
-                assert self.announcer.channel is not None
-                self.announcer.channel.under_way[0].finish()
+                assert self.agreement.channel is not None
+                self.agreement.channel.under_way[0].finish()
             while self._next < len(self.buckets):
                 self._start(self.buckets[self._next])
             present = self._exchange()
@@ -384,7 +371,8 @@ class Reduction:
         self.under_way, self.reduced, self.present = False, True, present
         self.number += 1
         self._hand_out()
-        self.at_finish()
+        if self.forward is not None:
+            self.forward.forget()
 
     def _exchange(self) -> frozenset[str]:
         """Find the parameters that have a gradient on some rank. Ranks announce that, so no host waits for its device.
@@ -392,12 +380,13 @@ class Reduction:
         Returns:
             Their names.
         """
-        names, channel = tuple(self.fragments), self.announcer.channel
+        names = tuple(self.fragments)
         missing = sum(1 << i for i, name in enumerate(names) if name not in self._seen and not self.zeros)
-        if channel is not None and not self.zeros:
+        if not self.zeros:
             with during(self.clock, f"wait {REDUCE}"):
-                answers = channel.exchange(f"the end of {CALL} of {self.announcer.name}", f"{missing:x}")
-            missing = fold(operator.and_, (int(answer, 16) for answer in answers))
+                told = {"missing": f"{missing:x}"}
+                answers = self.agreement.compare(f"the end of {CALL}", told, apart_from=self.gathering)
+            missing = fold(operator.and_, (int(answer["missing"], 16) for answer in answers))
         return frozenset(name for i, name in enumerate(names) if not missing >> i & 1)
 
     def _hand_out(self) -> None:

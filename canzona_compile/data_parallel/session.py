@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,15 +12,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
-from canzona_compile.data_parallel.collectives import DataParallelGroup
-from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.engine import Zero1
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import OwnedState, put_together, take_apart
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step
+from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.meeting import Meeting
-from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter, bound_to
 from canzona_compile.session.bound import BoundParam, Described
@@ -43,17 +41,14 @@ class OwnerSession(Session):
     Args:
         capture: the captured code of the wrapped optimizer.
         options: the options of `zero1` that `wrap` has too.
-        filling: the parameters of the model, and the buckets that hold them.
-        group: the data-parallel ranks.
+        engine: what reduces gradients before a step, and gathers parameters after it. The session joins it.
         joint: the plan of all optimizers.
         bound: the optimizer's parameters, and the pieces of its fused ones, by task.
-        whole: the agreement of the data-parallel ranks; None if this rank is alone.
+        whole: the agreement of the data-parallel ranks.
 
     Attributes:
         fragments: the optimizer's parameters.
         group_of: by name, the index of the parameter group that each of them was planned in.
-        around: makes the context of every step. It sees to the gradients before and to the parameters after.
-        begun: called in that context when this rank can take the step; raises unless all ranks can.
     """
 
     lost_in_copies: ClassVar[str] = "copies of an optimizer lose zero1, because a copy of the model has no buckets"
@@ -64,24 +59,22 @@ class OwnerSession(Session):
         self,
         capture: Capture,
         options: Options,
-        filling: Filling,
-        group: DataParallelGroup,
+        engine: Zero1,
         joint: ModelPlan,
         bound: Mapping[str, BoundParam],
-        whole: StoreAgreement | None,
+        whole: Agreement,
     ) -> None:
         super().__init__(capture.optimizer, options, capture=capture)
-        self._group, self._joint, self._bound = group, joint, bound
-        self.fragments = tuple(filling.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
+        self._engine, self._joint, self._bound = engine, joint, bound
+        self.fragments = tuple(engine.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
         self.group_of = {b.name: b.param_group for b in bound.values()}
         self._whole = whole
-        self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.begun: Callable[[], None] = lambda: None
         self._loaded = 0  # how often whole state was loaded
         self._noticed = False  # whether the whole state that is there now is counted
         self._stepped = False  # whether the optimizer has state since
         self._apart = False  # whether `optimizer.state` holds the state of the doubles
         self._with_user = True  # whether users have it
+        engine.join(self)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -95,7 +88,7 @@ class OwnerSession(Session):
             return super().take_step()
         if self._apart and not isinstance(self.optimizer.state, OwnedState):  # the user assigned it
             self.forget_plan()
-        with self._taken_back(), self.around():
+        with self._taken_back(), self._engine.around(self):
             new = super().take_step()
         self._stepped = True
         if isinstance(self.optimizer.state, OwnedState):
@@ -107,7 +100,7 @@ class OwnerSession(Session):
         self._remove()
         driver = super().prepared()
         if not self._in_dummy_step:
-            self.begun()
+            self._engine.begun(self)
         return driver
 
     def state_text(self) -> str:
@@ -214,20 +207,19 @@ class OwnerSession(Session):
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from: all data-parallel ranks if not yet gathered."""
         found = super().partners()
-        if self._apart and self._whole is not None:
+        if self._apart and self._whole.ranks:
             names = "\n".join(fragment.name for fragment in self.fragments)
             found[self._whole.ranks] = f"{self.state_text()}\n{names}\n{found.get(self._whole.ranks, '')}"
         return found
 
     def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
         """Find the sets of ranks that share tasks, or the model's buckets, with this one."""
-        whole = self._whole
-        return super().sharing() | ({} if whole is None else {whole.ranks: whole.share})
+        return super().sharing() | ({self._whole.ranks: self._whole.share} if self._whole.ranks else {})
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks with which this rank shares state."""
-        whole = self._whole
-        return whole.meeting if whole is not None and whole.ranks == ranks else super().meeting_of(ranks)
+        own = self._whole.meeting if self._whole.ranks == ranks else None
+        return own or super().meeting_of(ranks)
 
     @property
     def has_objects(self) -> bool:
@@ -258,8 +250,8 @@ class OwnerSession(Session):
 
     def _whole_leaf(self, piece: str, name: str, value: DTensor) -> Tensor:
         """Gather a leaf of a piece from the other ranks that hold its fragments. This is a collective."""
-        assert self._agreement is not None
-        return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank, self._agreement.waiter)
+        assert self._agreements is not None
+        return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank, self._agreements.waiter)
 
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:
@@ -277,7 +269,6 @@ class OwnerSession(Session):
 
     def _put_together(self) -> None:
         """Gather whole state. All ranks have met for that, so an error here leaves some of them in a collective."""
-        channel = None if self._whole is None else self._whole.channel
-        with contextlib.nullcontext() if channel is None else channel.on_its_way():
-            watch = Waiter([] if channel is None else [channel], self.device)
-            put_together(self.optimizer, self.fragments, self._group, self._whole_leaf, watch)
+        with self._whole.on_its_way():
+            watch = Waiter(self._whole.listeners, self.device)
+            put_together(self.optimizer, self.fragments, self._engine.group, self._whole_leaf, watch)

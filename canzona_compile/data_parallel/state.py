@@ -119,11 +119,7 @@ class OwnedState(defaultdict[Any, Any]):
 
 
 def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
-    """Replace whole state in `optimizer.state` by the state of what this rank owns, under the doubles.
-
-    Args:
-        optimizer: its state is portable: what the unwrapped optimizer would hold.
-        fragments: its parameters.
+    """Replace portable state by the state of what this rank owns, under the doubles.
 
     Raises:
         CanzonaError: the state of a parameter that is cut has a tensor that cannot be cut.
@@ -144,12 +140,7 @@ def put_together(
 ) -> None:
     """Replace the state of what this rank owns by the whole state of all parameters. This is a collective.
 
-    Args:
-        optimizer: its state is that of the doubles, in portable form.
-        fragments: its parameters.
-        group: the ranks.
-        whole_of: gathers a leaf of a piece from the ranks that hold its fragments, see `ParamView.state_out`.
-        watch: waits for collectives.
+    `whole_of` gathers a leaf of a piece from the ranks that hold its fragments, see `ParamView.state_out`.
     """
     for fragment in fragments:
         own = {

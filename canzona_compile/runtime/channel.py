@@ -29,7 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, default_store, host_group
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.runtime.meeting import Attendance, pause_of
-from canzona_compile.runtime.process_groups import own_name
+from canzona_compile.runtime.process_groups import own_name, timeout_of
 from canzona_compile.runtime.waiter import Waiter
 
 Ranks = tuple[int, ...]
@@ -61,14 +61,18 @@ class Notice(NamedTuple):
     told: str
 
 
-class Announcement:
-    """An announcement that was started.
+class Promise(Protocol):
+    """Collectives that ranks have agreed on and that have not begun."""
 
-    Args:
-        channel: where.
-        entry: what this rank announces.
-        error: the error of this rank; None if it can go on.
-    """
+    def wait(self) -> None:
+        """Complete them."""
+
+    def catch_up(self) -> None:
+        """While this rank waits: complete what another one needs before it can announce what this one has."""
+
+
+class Announcement:
+    """An announcement that was started, with the error of this rank, if there is one."""
 
     def __init__(self, channel: Channel, entry: Notice, error: CanzonaError | None) -> None:
         self._channel, self._entry, self._error = channel, entry, error
@@ -147,22 +151,22 @@ class Channel:
         announced: how often this rank announced something.
         store: holds keys of this channel alone.
         broken: why no rank can go on here; empty if all can.
-        under_way: the models whose gradients are being reduced; the first one starts collectives. See `Reduction`.
-        promised: completes collectives that ranks have agreed on, each of one model; see `complete`.
+        under_way: who runs collectives of data on these ranks; the first one may start some.
+        promised: those of which ranks have agreed that they complete collectives later, in their order; the values mean
+            nothing.
     """
 
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
         self.ranks, self.rank = ranks, dist.get_rank()
         self.broken, self.announced = "", 0
         self.under_way: list[Any] = []
-        self.promised: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.promised: weakref.WeakKeyDictionary[Promise, None] = weakref.WeakKeyDictionary()
         self.watch = Waiter([self], torch.device("cpu"), ENDED, self._catch_up)
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
         self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
         self._noted: dict[int, Any] = {}  # what the others noted, by rank
         self._heard_of = 0  # how many notes this rank has read
-        self._waits: dict[str, str] = {}  # what it told that it waits for, by model
         self.store = PrefixStore(own_name(ranks, "channels"), default_store())
         self._read: int = self.store.add("news", 0)  # how many news this rank has read
         self._roll = Attendance(self.store, "here", ranks, self.rank)
@@ -233,37 +237,15 @@ class Channel:
 
     def complete(self, apart_from: Any = None) -> None:
         """Complete the collectives that earlier announcements promised, so that no rank waits for them."""
-        for gathering in list(self.promised):
-            if gathering is not apart_from:
-                gathering.wait()
-
-    def tell_waiting(self, name: str, number: int) -> None:
-        """Tell the others which promised collective this rank waits for.
-
-        Args:
-            name: of the model.
-            number: how many of its collectives will be complete then; 0 if this rank no longer waits.
-        """
-        own = json.dumps([self.announced, number]) if number else ""
-        with contextlib.suppress(RuntimeError):  # the store may have died with its host
-            held = self._kept(f"waits/{name}")
-            # All ranks share one key, and come back every second: the one that is furthest behind is to be seen.
-            if held in ("", self._waits.get(name)) or (number and json.loads(held)[0] > self.announced):
-                self.store.compare_set(f"waits/{name}", held, own)
-        self._waits[name] = own
+        for promise in list(self.promised):
+            if promise is not apart_from:
+                promise.wait()
 
     def _catch_up(self) -> None:
-        """Complete what another rank waits for that has not announced what this rank has.
+        for promise in list(self.promised):
+            promise.catch_up()
 
-        It cannot announce it before. On ranks that make the same calls this does not happen, and no collective may
-        start because time has passed: others may be on their way to another one.
-        """
-        for gathering, name in list(self.promised.items()):
-            announced, number = json.loads(self._kept(f"waits/{name}") or "[0, 0]")
-            if number and announced < self.announced:
-                gathering.catch_up(number)
-
-    def _kept(self, key: str) -> str:
+    def kept(self, key: str) -> str:
         """What the store holds at a key; empty if nothing."""
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
@@ -340,9 +322,9 @@ class Channel:
         if news > self._read:
             if self.store.check(["roll"]):
                 self._roll.come()
-            if broken := self._kept("broken"):
+            if broken := self.kept("broken"):
                 return broken
-            while text := self._kept(f"raised/{self._heard_of + 1}"):
+            while text := self.kept(f"raised/{self._heard_of + 1}"):
                 rank, note = json.loads(text)
                 self._noted[rank] = note if rank != self.rank else None
                 self._heard_of += 1
@@ -387,8 +369,13 @@ os.register_at_fork(after_in_child=_living.clear)  # the threads of these groups
 _channels: weakref.WeakKeyDictionary[Any, dict[Ranks, Channel]] = weakref.WeakKeyDictionary()
 
 
-def channel_of(ranks: Sequence[int], timeout: timedelta) -> Channel:
+def channel_of(ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Channel:
     """Return the channel of some ranks. If it is new, this is a collective of theirs. It ends with the default group.
+
+    Args:
+        ranks: the global ranks.
+        group: a process group of some of them; a new channel has its timeout for tensors of the device.
+        device: the device.
 
     Raises:
         CanzonaError: the channel is broken. Process groups of these ranks have collectives that never complete.
@@ -400,7 +387,7 @@ def channel_of(ranks: Sequence[int], timeout: timedelta) -> Channel:
         known[key].listen()
         known[key].check()
     else:
-        known[key] = Channel(key, timeout)
+        known[key] = Channel(key, timedelta(seconds=timeout_of(group, device)))
     return known[key]
 
 

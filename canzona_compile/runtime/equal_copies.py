@@ -39,14 +39,7 @@ class Digest(NamedTuple):
 
 
 def digests(copies: Sequence[Copy]) -> dict[str, Digest]:
-    """Compute the digests of what this rank holds. The host waits for the device once.
-
-    Args:
-        copies: the parameters.
-
-    Returns:
-        The digests by name.
-    """
+    """Compute the digests of what this rank holds, by name. The host waits for the device once."""
     sums = [bits(t) for copy in copies for t in (copy.param, copy.param.grad) if t is not None]
     values = iter(torch.stack(sums).tolist() if sums else [])
     return {c.name: Digest(next(values), None if c.param.grad is None else next(values)) for c in copies}
@@ -81,15 +74,9 @@ def shifted(values: Tensor, by: int) -> Tensor:
 
 
 def difference(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]) -> RankMismatch | None:
-    """Find the first parameter of which ranks hold unequal copies.
+    """The error that names the first parameter of which ranks hold unequal copies, by the digests of each rank.
 
-    Args:
-        copies: the parameters.
-        found: the digests of each rank by name.
-
-    Returns:
-        The error that names it; None if all copies are equal. A gradient that only some ranks have is not a difference:
-        that is found where ranks compare what they have.
+    A gradient that only some ranks have is not a difference: that is found where ranks compare what they have.
     """
     for kind in Digest._fields:
         for copy in copies:

@@ -44,14 +44,7 @@ class Purpose(NamedTuple):
 
 
 class Attendance:
-    """Who of some ranks has come: a count, and a bit for each of them.
-
-    Args:
-        store: where.
-        key: begins its keys.
-        ranks: the global ranks that may come.
-        rank: this rank, global.
-    """
+    """Who of some global ranks has come: a count, and a bit for each of them."""
 
     def __init__(self, store: Store, key: str, ranks: Ranks, rank: int) -> None:
         self._store, self._ranks, self._place = store, ranks, ranks.index(rank)
@@ -94,11 +87,7 @@ class Meeting:
         self._since = 0  # the number of the first meeting whose verdict may still be in the store
 
     def arrive(self, told: str) -> None:
-        """Tell the others that this rank has come.
-
-        Args:
-            told: what it came for, not empty.
-        """
+        """Tell the others that this rank has come, and what for, which is not empty."""
         while self._verdict():
             self._index += 1
         self.store.set(self._key(self.rank), told)

@@ -62,9 +62,6 @@ class Waiter:
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. Over gloo, and on the CPU, the host waits; elsewhere the current stream waits.
 
-        Args:
-            work: the collective, which was started asynchronously.
-
         Raises:
             CanzonaError: the collective failed, or a peer failed and will not take part in it.
         """

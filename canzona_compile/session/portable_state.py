@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Task
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import current_device, distributed
-from canzona_compile.runtime.rank_agreement import RankAgreement
+from canzona_compile.session.agreements import Agreements
 from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.state import StateStore, restoring
 from canzona_compile.session.step_driver import StepDriver
@@ -138,7 +137,7 @@ class PortableState:
         self.driver: StepDriver | None = None
         self.siblings: Siblings | None = None
         self.turns = Turns()
-        self._agreement: RankAgreement | None = None
+        self._agreements: Agreements | None = None
         self._consolidated: Consolidated | None = None
 
     @property
@@ -164,24 +163,24 @@ class PortableState:
         told = self.partners()
         if told:
             self.turns.check_thread(purpose)
-            if self._agreement is not None:
-                self._agreement.check()
+            if self._agreements is not None:
+                self._agreements.check()
             meet_all(told, self.meeting_of, gathering(purpose))
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks with which this rank shares state."""
-        assert self._agreement is not None
-        return self._agreement.meeting_of(ranks)
+        assert self._agreements is not None
+        return self._agreements.meeting_of(ranks)
 
     def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
         """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each.
 
         In a chain, those with which any of its optimizers does: an elementwise one shares none by itself.
         """
-        assert self._agreement is not None
+        assert self._agreements is not None
         drivers = [self.driver] if self.siblings is None else self.siblings.drivers
         found = [ranks for driver in drivers if driver is not None for ranks in driver.numbers()]
-        return {ranks: partial(self._agreement.share, ranks) for ranks in dict.fromkeys(found)}
+        return {ranks: self._agreements.of(ranks).share for ranks in dict.fromkeys(found)}
 
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""

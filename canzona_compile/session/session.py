@@ -25,8 +25,8 @@ from canzona_compile.replica.raised import failed_on, first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
-from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
+from canzona_compile.session.agreements import Agreements
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoints import is_dummy_step, undone
@@ -242,14 +242,14 @@ class Session(PortableState):
             yield
         except BaseException as error:  # an interrupt leaves other ranks waiting as well
             driver = driver or self.driver
-            if driver is not None and driver.shares and self._agreement is not None:
-                self._agreement.fail(failed_on(self.rank, error))
+            if driver is not None and driver.shares and self._agreements is not None:
+                self._agreements.fail(failed_on(self.rank, error))
             raise
 
     def look(self) -> Found:
         """Find out what the step has to do, or why it cannot begin."""
-        if self._agreement is not None:
-            self._agreement.check()
+        if self._agreements is not None:
+            self._agreements.check()
         try:
             with during(self.measuring.clock, "look"):
                 if self._plans_anew:
@@ -288,30 +288,30 @@ class Session(PortableState):
             self.groups.learn([*meshes, *([replicate] if replicate else [])])
         found: list[Plan] = []
         error = problem_of(lambda: found.append(self.bind_and_plan()))
-        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device, self.optimizer)
+        agreements = self._agreements = self._agreements or Agreements(self.groups, device, self.optimizer)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         if self.shared is not None:  # only ranks that share tasks have announced that they plan again
             together = [self] if self.siblings is None else self.siblings.sessions
             members = {ranks for session in together for ranks in session.shared or ()}
-        agreement.report(members, error, "" if self.siblings is None else self.siblings.text)
+        agreements.report(members, error, "" if self.siblings is None else self.siblings.text)
         (plan,) = found
         if self.shared is not None:
             grids = {task.layout.grid.members() for task in plan.owned.tasks if task.layout.grid.size > 1}
-            agreement.meet(grids - members)
-        driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
+            agreements.meet(grids - members)
+        driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreements.waiter)
         with given_back_on_error(self.optimizer, partial(self._give_up, driver)):
             with self.telling(driver):
                 has = driver.begin()
-            agreement.report(members, problem_of(driver.check))
+            agreements.report(members, problem_of(driver.check))
             sessions = (self,) if self.siblings is None else self.siblings.sessions
             free = free_memory(self.device) if plan.owned.machine.device == "cuda" else None
             proposed = proposed_capacity([self.options, *(s.options for s in sessions)], free)
-            agreed = agreement.compare(plan.owned, self.options.text, has, proposed)
+            agreed = agreements.compare(plan.owned, self.options.text, has, proposed)
             self.options = driver.maker.options = replace(self.options, agreed=agreed or self.options.agreed)
             if not self._in_dummy_step:  # a checkpoint may be loaded after it and make the copies equal
                 copied = [t for t in plan.owned.tasks if t.layout.grid.replicas > 1]
-                agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
-            agreement.report(members, problem_of(driver.choose_variants))
+                agreements.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
+            agreements.report(members, problem_of(driver.choose_variants))
         return driver
 
     def _give_up(self, driver: StepDriver, error: BaseException) -> None:
@@ -462,10 +462,11 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
             stack.enter_context(session.telling())
         for ranks in sorted(numbers):
             own = holders[ranks]
-            assert own._agreement is not None
-            others = "".join(f" and {other.optimizer_name}" for other in sessions if other is not own)
+            assert own._agreements is not None
+            others = "".join(f" with {other.optimizer_name}" for other in sessions if other is not own)
+            details = {"change": change, "numbers": "\n".join(numbers[ranks])}
             with during(own.measuring.clock, "agree"):
-                verdict = own._agreement.settle(ranks, "\n".join(numbers[ranks]), change, error, others)
+                verdict = own._agreements.settle(ranks, f"step(){others}", details, error)
             error = error or verdict
     if error is not None:
         raise error

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,7 +111,3 @@ def different_state(found: Any, expected: Any, path: str = "") -> list[str]:
             for p in different_state(a, b, f"{path}.{i}")
         ]
     return [] if found == expected else [f"{path}: {found} for {expected}"]
-
-
-def copies(values: Sequence[Tensor]) -> list[Tensor]:
-    return copy.deepcopy(list(values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 
 import canzona_compile
-from tests.data_parallel.models import MAKERS, VOCABULARY, Model, batch, different, different_state
+from tests.data_parallel.models import CHEAP, MAKERS, VOCABULARY, Model, batch, different, different_state
 from tests.harness.layouts import full, mesh_of
 from tests.harness.optimizers import shared_captures
 
@@ -45,48 +44,45 @@ def zero1(model: nn.Module, make: str, mesh: DeviceMesh, **options: Any) -> Any:
         return canzona_compile.zero1(model, MAKERS[make](model), mesh=mesh, **options)
 
 
-def scheduled(optimizers: Sequence[Optimizer]) -> list[LambdaLR]:
-    """A schedule for each, by which the learning rate falls."""
-    return [LambdaLR(optimizer, lambda k: 1.0 / (1 + k)) for optimizer in optimizers]
-
-
-def compare_with_ddp(
-    make: str,
-    steps: int,
-    dtype: torch.dtype = torch.float32,
-    clip: float | None = None,
-    accumulate: int = 1,
-    vocabulary: int = VOCABULARY,
-    **options: Any,
-) -> list[str]:
-    """Train under zero1 and under DDP with plain optimizers; what differs, by step."""
-    rank = dist.get_rank()
+def set_up(model: nn.Module | None = None, make: str = "sgd", **options: Any) -> tuple[Any, Any, Any]:
     mesh = mesh_of((dist.get_world_size(),), ("dp",))
-    model = Model(seed=rank, vocabulary=vocabulary).to(dtype)  # the first rank's values count
-    plain = copy.deepcopy(model)
-    expected = MAKERS[make](plain)  # before DDP, which asks which parameters are trained
-    reference = DistributedDataParallel(plain)
-    found = zero1(model, make, mesh, **options)
-    handle = found[0].canzona
-    schedules = scheduled([*expected, *found])
-    differences: list[str] = []
+    made = model or Model()
+    makers = {**MAKERS, **CHEAP}
+    with shared_captures():
+        optimizers: Any = canzona_compile.zero1(
+            made, makers[make](made), mesh=mesh, **{"bucket_bytes": 40_000, **options}
+        )
+    return made, optimizers, optimizers[0].canzona
+
+
+def step_alone(make: str = "sgd") -> None:
+    """Wrap and step the optimizers of a model without zero1, in one process. Ranks capture nothing again."""
+    model = Model()
+    model(batch(0, 0)).backward()
+    for optimizer in {**MAKERS, **CHEAP}[make](model):
+        with shared_captures():
+            canzona_compile.wrap(optimizer)
+        optimizer.step()
+
+
+def train(model: Any, optimizers: Any, steps: int = 1, zero: bool = True) -> None:
     for step in range(steps):
-        for one, sync in ((reference, reference.no_sync), (model, handle.no_sync)):
-            for micro in range(accumulate):
-                with sync() if micro < accumulate - 1 else contextlib.nullcontext():
-                    (one(batch(step, rank, micro)) / accumulate).backward()
-        if clip is not None:
-            differences += [f"step {step}: {what}" for what in clipped(plain, handle, clip, dtype)]
-        for optimizer in (*expected, *found):
+        model(batch(step, dist.get_rank())).backward()
+        for optimizer in optimizers:
             optimizer.step()
+        for optimizer in optimizers if zero else ():
             optimizer.zero_grad()
-        for schedule in schedules:
-            schedule.step()
-        handle.synchronize()
-        differences += [f"step {step}: {name}" for name in different(model, plain)]
-    for one, two in zip(expected, found, strict=True):
-        differences += [f"state {p}" for p in different_state(two.state_dict()["state"], one.state_dict()["state"])]
-    return differences
+
+
+def said_of(call: Callable[[], object]) -> str:
+    """The error that a call raises; empty if none."""
+    try:
+        call()
+    except canzona_compile.CanzonaError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def clipped(plain: nn.Module, handle: Any, clip: float, dtype: torch.dtype) -> list[str]:
@@ -112,17 +108,26 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, styles)
 
 
-def compare_with_plain(
+def backward(forward: Any, no_sync: Callable[[], Any], step: int, rank: int, accumulate: int) -> None:
+    """Accumulate the gradients of a step over its micro-steps, of which only the last one communicates."""
+    for micro in range(accumulate):
+        with no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
+            (forward(batch(step, rank, micro)) / accumulate).backward()
+
+
+def compare(
     make: str,
     steps: int,
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
     accumulate: int = 1,
+    ddp: bool = False,
     tp: int = 1,
     replicas: int = 1,
+    vocabulary: int = VOCABULARY,
     **options: Any,
 ) -> list[str]:
-    """Train under zero1; a plain optimizer on this rank takes the sum of all ranks' gradients. What differs, by step.
+    """Train under zero1 and by plain optimizers that get the mean of all ranks' gradients. What differs, by step.
 
     Args:
         make: the optimizers, a key of `MAKERS`.
@@ -130,34 +135,35 @@ def compare_with_plain(
         dtype: of the model.
         clip: the largest norm of gradients.
         accumulate: micro-steps per step.
+        ddp: whether DDP takes that mean, or this rank computes the gradients of all in the order in which gloo adds.
         tp: the size of the tensor-parallel mesh dim.
         replicas: the size of the mesh dim that replicates groups of ZeRO-1.
+        vocabulary: rows of the embedding.
         options: of `zero1`.
     """
-    world = dist.get_world_size()
-    shape, names = (replicas, world // tp // replicas, tp), ("replicas", "dp", "tp")
-    mesh = mesh_of(shape, names)
+    shape = (replicas, dist.get_world_size() // tp // replicas, tp)
+    mesh = mesh_of(shape, ("replicas", "dp", "tp"))
     rank = mesh.get_local_rank("dp") + 10 * mesh.get_local_rank("replicas")
-    model = Model(seed=rank).to(dtype)
+    model = Model(seed=rank, vocabulary=vocabulary).to(dtype)  # the first rank's values count
     plain, twin = copy.deepcopy(model), copy.deepcopy(model)  # the twin computes the gradients of every rank
     for sharded in (model, twin) if tp > 1 else ():
         tensor_parallel(sharded, mesh["tp"])
-    data = mesh["replicas", "dp"] if replicas > 1 else mesh["dp"]
-    found = zero1(model, make, data, **options)
+    found = zero1(model, make, mesh["replicas", "dp"] if replicas > 1 else mesh["dp"], **options)
     with torch.no_grad():
         for one, two in zip(plain.parameters(), model.parameters(), strict=True):
             one.copy_(full(two))
-    expected = MAKERS[make](plain)
+    expected = MAKERS[make](plain)  # before DDP, which asks which parameters are trained
+    reference = DistributedDataParallel(plain) if ddp else None
     handle = found[0].canzona
-    schedules = scheduled([*expected, *found])
+    schedules = [LambdaLR(optimizer, lambda k: 1.0 / (1 + k)) for optimizer in (*expected, *found)]
     differences: list[str] = []
     for step in range(steps):
-        wanted = summed(twin, model, shape[:2], step, accumulate)
-        for micro in range(accumulate):
-            with handle.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
-                (model(batch(step, rank, micro)) / accumulate).backward()
-        for one, grad in zip(plain.parameters(), wanted, strict=True):
-            one.grad = grad
+        if reference is not None:
+            backward(reference, reference.no_sync, step, rank, accumulate)
+        else:
+            for param, grad in zip(plain.parameters(), summed(twin, model, shape[:2], step, accumulate), strict=True):
+                param.grad = grad
+        backward(model, handle.no_sync, step, rank, accumulate)
         if clip is not None:
             differences += [f"step {step}: {what}" for what in clipped(plain, handle, clip, dtype)]
         for optimizer in (*expected, *found):
@@ -168,7 +174,7 @@ def compare_with_plain(
         handle.synchronize()
         differences += [f"step {step}: {name}" for name in different(model, plain)]
     for one, two in zip(expected, found, strict=True):
-        state = pytree.tree_map(lambda v: full(v) if isinstance(v, torch.Tensor) else v, two.state_dict()["state"])
+        state = pytree.tree_map(lambda v: full(v) if isinstance(v, Tensor) else v, two.state_dict()["state"])
         differences += [f"state {p}" for p in different_state(state, one.state_dict()["state"])]
     return differences
 

@@ -13,7 +13,7 @@ from torch import nn
 import canzona_compile
 from canzona_compile import Split
 from canzona_compile.errors import CanzonaError
-from tests.data_parallel.checkpoints import gradient
+from tests.data_parallel.test_checkpoints import gradient
 from tests.harness.layouts import mesh_of
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import muon

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import canzona_compile
 from canzona_compile.data_parallel.collectives import Pending
 from tests.data_parallel.models import MAKERS
-from tests.data_parallel.runs import alone, compare_with_ddp, compare_with_plain
+from tests.data_parallel.runs import alone, compare
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed
 from tests.harness.pairs import same_bits
@@ -31,14 +31,14 @@ LIKE_USERS: dict[str, Any] = {"clip": 0.5, "accumulate": 2, "bucket_bytes": BUCK
 def test_two_ranks_train_as_under_ddp(make: str, dtype: torch.dtype, gather: str) -> None:
     """A sum of two gradients has no order, so the whole run is that of DDP with the plain optimizer, bit for bit."""
     after = partial(alone, make, dtype)
-    for found in run(2, compare_with_ddp, make, STEPS, dtype, gather=gather, after=after, **LIKE_USERS):
+    for found in run(2, compare, make, STEPS, dtype, ddp=True, gather=gather, after=after, **LIKE_USERS):
         assert found == []
 
 
 @pytest.mark.parametrize(("world", "make", "dtype"), crossed([3, 4], list(MAKERS), DTYPES, most=1))
 def test_reduced_gradients_give_the_plain_step(world: int, make: str, dtype: torch.dtype) -> None:
     after = partial(alone, make, dtype)
-    for found in run(world, compare_with_plain, make, STEPS, dtype, after=after, **LIKE_USERS):
+    for found in run(world, compare, make, STEPS, dtype, after=after, **LIKE_USERS):
         assert found == []
 
 
@@ -54,7 +54,7 @@ complete = Pending.complete
 
 def without_a_rank() -> list[str]:
     with mock.patch.object(Pending, "complete", forgets_a_rank):
-        return compare_with_plain("adamw", 1, bucket_bytes=BUCKETS)
+        return compare("adamw", 1, bucket_bytes=BUCKETS)
 
 
 def test_the_part_of_a_rank_that_is_lost_is_found() -> None:
@@ -67,18 +67,18 @@ def test_the_part_of_a_rank_that_is_lost_is_found() -> None:
 )
 def test_beside_tensor_parallelism_and_in_replicas(make: str, mesh: dict[str, Any], dtype: torch.dtype) -> None:
     after = partial(alone, make, dtype)
-    for found in run(4, compare_with_plain, make, STEPS, dtype, after=after, **LIKE_USERS, **mesh):
+    for found in run(4, compare, make, STEPS, dtype, after=after, **LIKE_USERS, **mesh):
         assert found == []
 
 
 @pytest.mark.full
 def test_one_rank_alone() -> None:
-    assert run(1, compare_with_plain, "muon and adamw", 3, clip=0.5, bucket_bytes=BUCKETS) == [[]]
+    assert run(1, compare, "muon and adamw", 3, clip=0.5, bucket_bytes=BUCKETS) == [[]]
 
 
 @pytest.mark.full
 def test_the_norm_has_the_bits_of_torch_s_where_no_parameter_is_cut() -> None:
-    for found in run(2, compare_with_ddp, "muon and adamw", STEPS, vocabulary=200, **LIKE_USERS):
+    for found in run(2, compare, "muon and adamw", STEPS, ddp=True, vocabulary=200, **LIKE_USERS):
         assert found == []
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from canzona_compile.data_parallel.collectives import BucketMemory
 from canzona_compile.errors import CanzonaError
-from tests.data_parallel.mistakes import set_up, step_alone, train
 from tests.data_parallel.models import batch
+from tests.data_parallel.runs import set_up, step_alone, train
 from tests.harness.ranks import run
 
 CPU = torch.device("cpu")

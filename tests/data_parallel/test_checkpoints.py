@@ -2,14 +2,204 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
 
-from tests.data_parallel.checkpoints import alone, by_hand, load, save
+import canzona_compile
+from tests.data_parallel import fused
+from tests.data_parallel.models import MAKERS, Model, different_state
+from tests.data_parallel.runs import tensor_parallel
+from tests.harness.checkpoint_routes import quietly
+from tests.harness.layouts import full, mesh_of
 from tests.harness.marks import only
+from tests.harness.optimizers import shared_captures
 from tests.harness.ranks import run
+
+STEPS = 3
+
+
+def gradient(shape: torch.Size, step: int, index: int) -> Tensor:
+    """The gradient of a parameter in a step, the same on every rank.
+
+    Its elements are multiples of 3/64, so that a mean over up to four ranks gives the same bits.
+    """
+    random = torch.Generator().manual_seed(1000 * step + index)
+    return torch.randn(shape, generator=random).mul(64).round().mul(3 / 64)
+
+
+def plain_run(make: str, steps: int) -> tuple[list[Tensor], list[Any]]:
+    """The plain optimizers in one process: parameters, and the state of each optimizer."""
+    model = Model()
+    optimizers = MAKERS[make](model)
+    for step in range(steps):
+        for i, param in enumerate(model.parameters()):
+            param.grad = gradient(param.shape, step, i)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers]
+
+
+def apart_run(make: str, split: str, steps: int) -> fused.Apart:
+    """The same for the model with fused weights: plain optimizers of their pieces."""
+    model = fused.FusedModel()
+    plain = fused.Apart(make, model, fused.SPLITS[split])
+    for step in range(steps):
+        for i, param in enumerate(model.parameters()):
+            param.grad = gradient(param.shape, step, i)
+        plain.step()
+    return plain
+
+
+def alone(make: str, split: str = "") -> None:
+    """Capture in one process what ranks need."""
+    Trained("wrap", make, split).steps(0, 2)
+
+
+class Trained:
+    """A model and its optimizers on this rank, in a layout.
+
+    Args:
+        layout: "plain" and "wrap" are one process. "zero1", "zero1 replicas" and "zero1 tp" are data parallelism over
+            all ranks, over half of them in two replicas, and over half of them beside tensor parallelism. "fsdp" and
+            "tp" are sharded parameters under `wrap`; "replicate" is `wrap(replicate=)`, and "replicate tp" that on the
+            tensor-parallel parameters of two replicas.
+        make: the optimizers, a key of `MAKERS`.
+        split: for the model with fused weights, a key of `fused.SPLITS`; empty for the other one.
+    """
+
+    def __init__(self, layout: str, make: str, split: str = "") -> None:
+        self.split = split
+        self.layout, self.zero1 = layout, layout.startswith("zero1")
+        # The first data-parallel rank's values count. Tensor-parallel ranks hold plain parameters alike.
+        seed = dist.get_rank() // (2 if layout == "zero1 tp" else 1) if self.zero1 else 0
+        self.model: Any = fused.FusedModel(seed) if split else Model(seed)
+        data: Any = self._lay_out()
+        self.optimizers: Any = fused.named(make, self.model) if split else MAKERS[make](self.model)
+        splits = fused.SPLITS[split] if split else {}
+        size = fused.BUCKETS if split else 40_000
+        with shared_captures():
+            if self.zero1:
+                canzona_compile.zero1(self.model, self.optimizers, mesh=data, bucket_bytes=size, split=splits)
+            for i, optimizer in enumerate(self.optimizers if not self.zero1 and layout != "plain" else ()):
+                canzona_compile.wrap(optimizer, replicate=data, model=self.model, split={} if i else splits)
+
+    def _lay_out(self) -> DeviceMesh | None:
+        """Shard the parameters; the mesh over which they are equal, if there is one."""
+        if self.layout in ("plain", "wrap"):
+            return None
+        world = dist.get_world_size()
+        match self.layout:
+            case "fsdp":
+                for block in () if self.split else self.model.blocks:
+                    fully_shard(block)
+                fully_shard(self.model)
+                return None
+            case "tp":
+                self._cut(self.model, mesh_of((world,), ("tp",)))
+                return None
+            case "zero1 tp" | "replicate tp":
+                mesh = mesh_of((world // 2, 2), ("dp", "tp"))
+                self._cut(self.model, mesh["tp"])
+                return mesh["dp"]
+            case "zero1 replicas":
+                return mesh_of((2, world // 2), ("replicas", "dp"))
+        return mesh_of((world,), ("dp",))
+
+    @property
+    def _cut(self) -> Callable[[Any, DeviceMesh], None]:
+        return fused.tensor_parallel if self.split else tensor_parallel
+
+    def steps(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            params = list(self.model.parameters())
+            grads = [like(param, gradient(param.shape, step, i)) for i, param in enumerate(params)]
+            if self.zero1:  # a loss whose gradients are these
+                sum((part(p) * part(g)).sum() for p, g in zip(params, grads, strict=True)).backward()
+            else:
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def differs(self, make: str, steps: int) -> list[str]:
+        """What differs from the plain run after so many steps; a collective."""
+        if self.split:
+            return fused.differences(self.model, self.optimizers, apart_run(make, self.split, steps))
+        params, states = plain_run(make, steps)
+        pairs = zip(self.model.named_parameters(), params, strict=True)
+        found = [name for (name, one), two in pairs if not torch.equal(full(one), two)]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            own = optimizer.state_dict()["state"]
+            own = pytree.tree_map(lambda v: full(v) if isinstance(v, Tensor) else v, own)
+            found += different_state(own, state)
+        return found
+
+
+def like(param: nn.Parameter, whole: Tensor) -> Tensor:
+    """This rank's part of a gradient, laid out like its parameter."""
+    if not isinstance(param, DTensor):
+        return whole
+    return distribute_tensor(whole, param.device_mesh, param.placements)
+
+
+def part(tensor: Any) -> Any:
+    """What this rank holds of a tensor; gradients flow back through it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def save(layout: str, make: str, folder: Path, split: str = "") -> list[str]:
+    """Train, and save shards."""
+    run = Trained(layout, make, split)
+    run.steps(0, STEPS)
+    model, optimizer = get_state_dict(run.model, list(run.optimizers))
+    with quietly():
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return run.differs(make, STEPS)
+
+
+def load(layout: str, make: str, folder: Path, split: str = "") -> list[str]:
+    """Load into a new run and train on; what differs from the plain run."""
+    run = Trained(layout, make, split)
+    model, optimizer = get_state_dict(run.model, list(run.optimizers))
+    found = {"model": model, "optimizer": optimizer}
+    with quietly():
+        dcp.load(found, checkpoint_id=folder)
+    set_state_dict(
+        run.model, list(run.optimizers), model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+    )
+    run.steps(STEPS, 2 * STEPS)
+    return run.differs(make, 2 * STEPS)
+
+
+def by_hand(make: str) -> list[str]:
+    """A `state_dict` put back in mid-run, then unwrapped."""
+    run = Trained("zero1", make)
+    run.steps(0, STEPS)
+    state = [optimizer.state_dict() for optimizer in run.optimizers]
+    for optimizer, own in zip(run.optimizers, state, strict=True):
+        optimizer.load_state_dict(own)
+    run.steps(STEPS, 2 * STEPS)
+    found = run.differs(make, 2 * STEPS)
+    for optimizer in run.optimizers:
+        canzona_compile.unwrap(optimizer)
+    for optimizer, expected in zip(run.optimizers, plain_run(make, 2 * STEPS)[1], strict=True):
+        found += [f"unwrapped {p}" for p in different_state(optimizer.state_dict()["state"], expected)]
+    return found
+
 
 Place = tuple[str, int]  # a layout, and the number of ranks
 

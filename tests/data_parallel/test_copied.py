@@ -2,21 +2,167 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
 
-from tests.data_parallel.copied import (
-    copied_too_early,
-    copies,
-    read_behind_a_call,
-    read_by_method,
-    read_by_one,
-    whole_after_each,
-)
-from tests.data_parallel.mistakes import step_alone
+import canzona_compile
+from canzona_compile.runtime import meeting
+from tests.data_parallel.models import Model, batch, different
+from tests.data_parallel.runs import said_of, set_up, step_alone, train
 from tests.harness.marks import also, first
 from tests.harness.ranks import run
+
+LOADED = """
+import sys, torch
+from tests.data_parallel.models import batch
+model = torch.load(sys.argv[1], weights_only=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(batch(7, 0)).backward()
+optimizer.step()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+def copies(gather: str) -> list[str]:
+    """Copy and save a model, and train each copy as one of a model that was never under ZeRO-1; what differs."""
+    model, optimizers, handle = set_up(gather=gather)
+    train(model, optimizers, 2)
+    handle.synchronize()
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    found = [copy.deepcopy(model), torch.load(buffer, weights_only=False)]
+    for own in (plain, *found):
+        own(batch(7, 0)).backward()
+        SGD(own.parameters(), lr=0.1).step()
+    differences = [name for own in found for name in different(own, plain)]
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/model"
+            torch.save(model, path)
+            environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+            subprocess.run([sys.executable, "-c", LOADED, path], check=True, env=environment)
+            elsewhere = Model()
+            elsewhere.load_state_dict(torch.load(path))
+            differences += different(elsewhere, plain)
+    again: Any = found[0]
+    canzona_compile.zero1(again, SGD(again.parameters(), lr=0.1), mesh=dist.group.WORLD)
+    train(model, optimizers)
+    return differences
+
+
+def copied_too_early() -> str:
+    """A copy has nothing that its parameters could wait for."""
+    model, optimizers, _ = set_up(gather="forward")
+    train(model, optimizers)
+    return said_of(lambda: copy.deepcopy(model))
+
+
+class Encoder(nn.Module):
+    """Its root holds a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.root = nn.Parameter(torch.randn(16, 16))
+        self.inner = nn.Linear(16, 16)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return (x @ self.root).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(self.inner(x))
+
+
+def root_read(read: Callable[[Any, Tensor], Tensor]) -> tuple[str, bool]:
+    """Read the root's parameter after a step, without calling the root.
+
+    Returns:
+        What the read raised, and whether it saw the values from before the step.
+    """
+    model: Any = Encoder()
+    optimizer: Any = canzona_compile.zero1(
+        model, SGD(model.parameters(), lr=0.1), mesh=dist.group.WORLD, gather="forward", bucket_bytes=64
+    )
+    x = torch.ones(2, 16)
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses: list[Tensor] = []
+    said = said_of(lambda: (losses.append(read(model, x)), losses[0].backward()))
+    optimizer.canzona.synchronize()
+    return said, not torch.equal(losses[0], read(model, x))
+
+
+def read_by_method() -> tuple[str, bool]:
+    """No module is called, so nothing says that a forward pass has begun."""
+    return root_read(lambda model, x: model.encode(x))
+
+
+def read_behind_a_call() -> tuple[str, bool]:
+    """The call of the inner module says that a forward pass has begun."""
+    return root_read(lambda model, x: model.forward(x))
+
+
+def read_by_one(how: str) -> tuple[str, list[str]]:
+    """Rank 0 reads parameters alone, then all go on; what it raised, and what then differs from whole buckets."""
+    meeting.PATIENCE = timedelta(seconds=1)
+    model, optimizers, handle = set_up(gather="forward")
+    other, others, _ = set_up()
+    pairs = ((other, others), (model, optimizers))  # what the second one announces would gather the first one's
+    for one, own in pairs:
+        train(one, own)
+    text = ""
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            reads: dict[str, Callable[[], object]] = {
+                "state_dict": model.state_dict,
+                "eval": lambda: model(batch(1, 0)),
+                "eval of a part": lambda: model.head(torch.ones(1, 64)),
+            }
+            text = said_of(reads[how])
+    dist.barrier()
+    for one, own in pairs:
+        train(one, own)
+    handle.synchronize()
+    return text, different(model, other)
+
+
+def whole_after_each() -> list[str]:
+    """What differs between ranks when the first of two optimizers returns from a step, which an average reads."""
+    model, optimizers, _ = set_up(bucket_bytes=4_000_000)
+    differences: list[str] = []
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda *_: differences.extend(unequal(model)))
+    train(model, optimizers, 2)
+    return differences
+
+
+def unequal(model: nn.Module) -> list[str]:
+    """The names of the parameters of which ranks hold different values."""
+    found = []
+    for name, param in model.named_parameters():
+        first = param.detach().clone()
+        dist.broadcast(first, 0)
+        found += [] if torch.equal(first, param.detach()) else [name]
+    return found
+
 
 AFTER = partial(step_alone)
 

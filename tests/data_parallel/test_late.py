@@ -2,19 +2,122 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import SGD
 
-from tests.data_parallel.late import (
-    begins_anew,
-    late_for_a_step,
-    one_column_differs,
-    raises_alike,
-    reads_alone_before_a_flush,
-)
-from tests.data_parallel.mistakes import step_alone
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime import meeting, waiter
+from tests.data_parallel.models import batch, different
+from tests.data_parallel.runs import said_of, set_up, step_alone, train
 from tests.harness.ranks import run
+
+
+def late_for_a_step() -> list[str]:
+    """Rank 1 is late between two optimizers, then the user communicates; what differs from `gather="step"`."""
+    waiter.PATIENCE = timedelta(seconds=0.1)
+    model, optimizers, handle = set_up(gather="forward")
+    other, others, _ = set_up()
+    for step in range(3):
+        model(batch(step, dist.get_rank())).backward()
+        optimizers[0].step()
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        optimizers[1].step()
+        dist.all_reduce(torch.ones(1000))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    handle.synchronize()
+    for step in range(3):
+        other(batch(step, dist.get_rank())).backward()
+        for optimizer in others:
+            optimizer.step()
+            optimizer.zero_grad()
+    return different(model, other)
+
+
+def reads_alone_before_a_flush() -> str:
+    """Rank 0 reads parameters while an optimizer that shares their bucket has not stepped."""
+    meeting.PATIENCE = timedelta(seconds=1)
+    model, optimizers, _ = set_up(gather="forward", bucket_bytes=4_000_000)
+    model(batch(0, dist.get_rank())).backward()
+    optimizers[0].step()
+    said = said_of(model.state_dict) if dist.get_rank() == 0 else ""
+    dist.barrier()
+    return said
+
+
+def raises_alike() -> list[str]:
+    """All ranks raise where a gradient is read, rank 1 late, and train on; and again, and bind another model."""
+    waiter.PATIENCE = timedelta(seconds=0.1)
+    found = []
+    model, optimizers, _ = set_up()
+    for step in range(3):
+        model(batch(step, dist.get_rank())).backward()
+        for weight in list(model.parameters())[:3]:
+            found.append(said_of(lambda: weight.grad.norm() is None))  # noqa: B023
+            if dist.get_rank() == 1 and step == 1:
+                time.sleep(0.3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model(batch(3, dist.get_rank())).backward()
+    found.append(said_of(lambda: next(model.parameters()).grad.norm() is None))
+    dist.barrier()
+    other, others, _ = set_up()
+    train(other, others)
+    return found
+
+
+def begins_anew() -> tuple[str, str]:
+    """Backward fails on rank 1, and then another model is to be trained on the same ranks."""
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+
+    def fail(_: Any) -> None:
+        raise MemoryError("none left")
+
+    if dist.get_rank() == 1:
+        next(model.parameters()).register_hook(fail)
+    said = ""
+    try:
+        model(batch(1, dist.get_rank())).backward()
+    except (CanzonaError, MemoryError) as error:
+        said = str(error)
+    fresh = nn.Linear(4, 4)
+    return said, said_of(
+        lambda: canzona_compile.zero1(fresh, SGD(fresh.parameters(), lr=0.1), mesh=dist.group.WORLD) and None
+    )
+
+
+def one_column_differs() -> list[str]:
+    """Two data-parallel ranks of four clip by unequal norms; what each step said. Others share matrices with them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer: Any = canzona_compile.zero1(model, SGD(model.parameters(), lr=0.1), mesh=mesh["dp"])
+    found = []
+    for step in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        largest = 0.3 if step == 1 and dist.get_rank() == 0 else 0.1
+        said = said_of(lambda: optimizer.canzona.clip_grad_norm_(largest) is None)  # noqa: B023
+        if not said:
+            optimizer.step()
+        optimizer.zero_grad()
+        found.append(said)
+    return found
+
 
 pytestmark = pytest.mark.ranks
 AFTER = partial(step_alone)

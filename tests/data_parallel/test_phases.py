@@ -2,11 +2,230 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass
+from typing import Any
 
-from tests.data_parallel.phases import gated_run, keys_of_scaled_steps, measure, scaler_run
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.data_parallel.models import Model, batch, hidden
+from tests.data_parallel.runs import set_up, train
 from tests.harness.marks import also, first
-from tests.harness.ranks import run
+from tests.harness.ranks import collectives, run
+
+
+class Traffic(TorchDispatchMode):
+    """While active, records (operator, bytes sent by this rank) of every collective in `calls`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls.append((func.overloadpacket.__name__, sent(func.overloadpacket.__name__, args)))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *names: str) -> list[int]:
+        """The bytes of the calls of some operators."""
+        return [count for name, count in self.calls if name in names]
+
+
+def sent(name: str, args: tuple[Any, ...]) -> int:
+    """The bytes that a rank sends: each of its elements once per rank that needs it, sums along a ring."""
+    world = dist.get_world_size()
+    tensors = [args[1] if name.startswith(("_reduce_scatter", "_allgather", "reduce_scatter", "alltoall")) else args[0]]
+    while isinstance(tensors[0], list | tuple):
+        tensors = [t for own in tensors for t in own]
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    if name == "_allgather_base_":
+        return size * (world - 1)
+    return size * (world - 1) // world
+
+
+REDUCTIONS = ("alltoall_base_",)  # over gloo, as all ranks of tests
+GATHERS = ("broadcast_",)  # one for each owner
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What a rank counted in one steady iteration, and what its buckets are.
+
+    Attributes:
+        buckets: how many.
+        shared: those with parameters of several optimizers.
+        elements: of all parameters.
+        padding: elements that padding and alignment add.
+        started: the collectives that had started when the last gradient was complete.
+        backward, step, forward: the collectives of each phase.
+        reduced: bytes sent to reduce gradients.
+        gathered: bytes sent to gather parameters.
+        late: whether buckets were outstanding when the first module ran.
+        gradients: bytes of gradients that this rank holds after backward.
+        most_reduced: the most bytes of buckets and shards that this rank held during backward.
+        most_unreduced: the most bytes of gradients that were waiting for their bucket.
+        largest_bucket: bytes.
+        state: bytes of optimizer state that this rank holds.
+        whole_state: bytes of the whole state.
+    """
+
+    buckets: int
+    shared: int
+    elements: int
+    padding: int
+    started: int
+    backward: int
+    step: int
+    forward: int
+    reduced: int
+    gathered: int
+    late: bool
+    gradients: int
+    most_reduced: int
+    most_unreduced: int
+    largest_bucket: int
+    state: int
+    whole_state: int
+
+
+def measure(gather: str) -> Phases:
+    """Count a steady iteration."""
+    model: Any = Model()
+    seen: list[int] = []
+    late: list[bool] = []
+    model.embed.weight.register_post_accumulate_grad_hook(lambda _: seen.append(collectives()))
+    model, optimizers, handle = set_up(model, make="muon and adamw", gather=gather)
+    model.embed.register_forward_hook(lambda *_: late.append(bool(handle.zero1.gathering.outstanding)))
+    train(model, optimizers, 3)
+    rank, engine = dist.get_rank(), handle.zero1
+    counts = [collectives()]
+    traffic = Traffic()
+    with traffic:
+        loss = model(batch(5, rank))
+    counts.append(collectives())
+    matrices = {name for name, p in model.named_parameters() if any(p is own for own in hidden(model))}
+    reduced: list[int] = []
+    unreduced: list[int] = []
+
+    def look(_: Tensor) -> None:
+        reduced.append(engine.reduction.held_bytes())
+        unreduced.append(sum(bytes_of(p.grad) for p in model.parameters()))
+
+    hooks = [p.register_post_accumulate_grad_hook(look) for p in model.parameters()]
+    with traffic:
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    counts.append(collectives())
+    held = sum(part.numel() * part.element_size() for f in engine.fragments.values() for part in f.param.grad.parts)
+    with traffic:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    counts.append(collectives())
+    state = sum(bytes_of(v) for optimizer in optimizers for s in optimizer.state.values() for v in s.values())
+    handle.synchronize()
+    whole = sum(bytes_of(v) for o in optimizers for s in o.state_dict()["state"].values() for v in s.values())
+    return Phases(
+        len(engine.buckets),
+        sum(bool(held & matrices) and not held <= matrices for held in map(set, engine.gathering.filling.names)),
+        sum(b.elements for b in engine.buckets),
+        sum(b.padding for b in engine.buckets),
+        seen[-1] - counts[1],
+        counts[2] - counts[1],
+        counts[3] - counts[2],
+        counts[1] - counts[0],
+        sum(traffic.of(*REDUCTIONS)),
+        sum(traffic.of(*GATHERS)),
+        late[-1],
+        held,
+        max(reduced),
+        max(unreduced),
+        max(4 * b.starts[-1] for b in engine.buckets),
+        state,
+        whole,
+    )
+
+
+def bytes_of(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) and value.ndim else 0
+
+
+def scaler_run(bad_rank: int | None) -> tuple[list[bool], list[float], float]:
+    """Three iterations with a GradScaler; on the second one a rank's gradient overflows.
+
+    Returns:
+        For each iteration whether a parameter changed; the scales; the parameter's sum at the end.
+    """
+    model, optimizers, _ = set_up()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    moved, scales = [], []
+    for step in range(3):
+        before = model.blocks[0].up.weight.detach().clone()
+        loss = model(batch(step, dist.get_rank()))
+        if step == 1 and dist.get_rank() == bad_rank:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        moved.append(not torch.equal(before, model.blocks[0].up.weight.detach()))
+        scales.append(scaler.get_scale())
+    return moved, scales, float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+def keys_of_scaled_steps(steps: int) -> list[int]:
+    """How many keys the store has after each iteration in which gradients are scaled by hand."""
+    model, optimizers, _ = set_up()
+    store: Any = dist.distributed_c10d._get_default_store()
+    found = []
+    for step in range(steps):
+        model(batch(step, dist.get_rank())).backward()
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        found.append(store.num_keys())
+        dist.barrier()
+    return found
+
+
+class Gated(nn.Module):
+    """A model of which only a part takes part in each forward pass, decided by step and rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.never = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, gate: bool) -> Tensor:
+        x = self.always(x)
+        x = self.sometimes(x) if gate else x
+        return x.square().mean()
+
+
+def gated_run(gates: list[list[bool]]) -> list[list[bool]]:
+    """Which of the three weights moved in each step; `gates` says by step and rank what takes part."""
+    model: Any = Gated()
+    model, optimizers, _ = set_up(model, make="adamw")
+    moved = []
+    for step, own in enumerate(gates):
+        before = [p.detach().clone() for p in model.parameters()]
+        torch.manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, 16), own[dist.get_rank()]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        moved.append([not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True)])
+    return moved
+
 
 FP32 = 4
 OPTIMIZERS = 2

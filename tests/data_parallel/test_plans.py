@@ -20,7 +20,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from tests.data_parallel.fused import GATE_UP, QKV, SPLITS, FusedModel, named
 from tests.data_parallel.models import MAKERS, Block, Model
-from tests.data_parallel.runs import alone, compare_with_ddp, zero1
+from tests.data_parallel.runs import alone, compare, zero1
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import full
 from tests.harness.ranks import run
@@ -150,7 +150,7 @@ PLANNERS = ("lpt-swap", "alpha")  # the default, and one that deals matrices oth
 
 def follow(plan: Any) -> tuple[list[str], dict[str, int], str]:
     """Train by a plan beside DDP; what differs, the rank that updates each matrix, and the fingerprint."""
-    found = compare_with_ddp("muon and adamw", 3, bucket_bytes=BUCKETS, plan=plan)
+    found = compare("muon and adamw", 3, ddp=True, bucket_bytes=BUCKETS, plan=plan)
     mesh = mesh_of((2,), ("dp",))
     handle = zero1(Model(), "muon and adamw", mesh, bucket_bytes=BUCKETS, plan=plan)[0].canzona
     owners = {part.name: part.owner for bucket in handle.joint.step.buckets for part in bucket.slices}

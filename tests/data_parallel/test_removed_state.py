@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
-from tests.data_parallel.mistakes import said_of
 from tests.data_parallel.models import different, different_state
+from tests.data_parallel.runs import said_of
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed
 from tests.harness.optimizers import shared_captures

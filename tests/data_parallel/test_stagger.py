@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
-from tests.data_parallel.checkpoints import gradient, like, part
+from tests.data_parallel.test_checkpoints import gradient, like, part
 from tests.harness.layouts import full, mesh_of
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import capture_alone, params_of, same_bits

@@ -2,19 +2,249 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
+from collections.abc import Callable
+from typing import Any
 
-from tests.data_parallel.variations import (
-    VARIATIONS,
-    adapted,
-    averaged,
-    loaded_in_mid_forward,
-    scaled,
-    train,
-    unwrapped,
-)
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from tests.data_parallel.models import MAKERS, WIDTH, Model, batch, different, different_state
+from tests.harness.layouts import mesh_of
 from tests.harness.marks import only
+from tests.harness.optimizers import shared_captures
 from tests.harness.ranks import run
+
+
+class Tied(Model):
+    """The head is the embedding: one parameter in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Twice(Model):
+    """Each block runs twice, so its parameters are used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*self.blocks, *self.blocks)
+
+
+class Frozen(Model):
+    """Some parameters take no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.weight.requires_grad_(False)
+        self.blocks[0].up.weight.requires_grad_(False)
+
+
+class ReadEarly(Model):
+    """Its forward pass reads parameters of modules that it calls later; nothing saves them for the backward pass."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of some tokens."""
+        tokens = tokens % self.embed.num_embeddings
+        x = F.embedding(tokens, self.head.weight)
+        biases: Any = sum(block.get_parameter("up.bias").sum() for block in self.blocks)
+        x = self.blocks(x + self.embed(tokens))
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(-1, 1).flatten()) * (1 + biases)
+
+
+class Attention(Model):
+    """`MultiheadAttention` reads the weights of its output layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of some tokens."""
+        x = self.embed(tokens % self.embed.num_embeddings)
+        x = self.blocks(x + self.attention(x, x, x)[0])
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class Checkpointed(nn.Module):
+    """A block that forgets what it computed in forward."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return found
+
+
+def checkpointed(reentrant: bool) -> Model:
+    model = Model()
+    model.blocks = nn.Sequential(*(Checkpointed(block, reentrant) for block in model.blocks))
+    return model
+
+
+def compiled() -> Any:
+    return torch.compile(Model(), backend="aot_eager")
+
+
+def compiled_head() -> ReadEarly:
+    model = ReadEarly()
+    model.head = torch.compile(model.head, backend="aot_eager")  # type: ignore[assignment]
+    return model
+
+
+LATER = "read early, compiled under zero1"
+VARIATIONS: dict[str, Callable[[], Any]] = {
+    "plain": Model,
+    "tied": Tied,
+    "read early": ReadEarly,
+    "attention": Attention,
+    "twice": Twice,
+    "frozen": Frozen,
+    "checkpoint": lambda: checkpointed(False),
+    "reentrant checkpoint": lambda: checkpointed(True),
+    "compiled": compiled,
+    "compiled head that is read early": compiled_head,
+    LATER: ReadEarly,
+}
+
+
+class Pair:
+    """A model under zero1 and its copy under DDP, with their optimizers."""
+
+    def __init__(self, variation: str = "plain", gather: str = "step") -> None:
+        self.rank = dist.get_rank()
+        self.plain: Any = VARIATIONS[variation]()
+        self.model: Any = VARIATIONS[variation]() if variation.startswith("compiled") else copy.deepcopy(self.plain)
+        self.forwards: list[nn.Module] = [DistributedDataParallel(self.plain), self.model]
+        self.expected, found = (MAKERS["muon and adamw"](m) for m in (self.plain, self.model))
+        mesh = mesh_of((dist.get_world_size(),), ("dp",))
+        options: dict[str, Any] = {"bucket_bytes": 20_000, "gather": gather}
+        with shared_captures():
+            self.found: Any = canzona_compile.zero1(self.model, found, mesh=mesh, **options)
+        if variation == LATER:
+            self.forwards[1] = torch.compile(self.model, backend="aot_eager")
+        self.handle = self.found[0].canzona
+
+    def train(self, step: int) -> None:
+        """Take one training step both ways."""
+        for forward in self.forwards:
+            forward(batch(step, self.rank)).backward()
+        for optimizer in (*self.expected, *self.found):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train(variation: str, gather: str) -> list[str]:
+    """Train both ways on this rank; what differs."""
+    pair = Pair(variation, gather)
+    for step in range(3):
+        pair.train(step)
+    pair.handle.synchronize()
+    differences = different(pair.model, pair.plain)
+    for one, two in zip(pair.expected, pair.found, strict=True):
+        differences += different_state(two.state_dict()["state"], one.state_dict()["state"])
+    return differences
+
+
+class Scaled(torch.optim.Optimizer):
+    """Reads an attribute of its parameters that need not be there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            param.sub_(param.grad, alpha=0.1 * getattr(param, "lr_mul", 1.0))
+
+
+def scaled() -> list[str]:
+    """Give a parameter an attribute, change it, and take it away."""
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, own = (Scaled(model.parameters(), {}) for model in models)
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    both = plain, canzona_compile.zero1(models[1], own, mesh=mesh)
+    for step in range(4):
+        for model, optimizer in zip(models, both, strict=True):
+            if step == 3:
+                del model.weight.lr_mul
+            elif step:
+                model.weight.lr_mul = 1.0 + step
+            model(torch.full((2, 8), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return different(models[1], models[0])
+
+
+def adapted() -> str:
+    """Take a step of adapters in reentrant checkpoints, all else frozen and one adapter unused, and clip by torch."""
+    model = nn.Sequential(*(Checkpointed(nn.Linear(8, 8), reentrant=True) for _ in range(3)))
+    model.unused = nn.Linear(8, 8)
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    found = canzona_compile.zero1(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, bucket_bytes=300)
+    for depth in (1, 2):  # checkpoints in checkpoints
+        x: Any = torch.full((2, 8), 1.0 + dist.get_rank(), requires_grad=True)
+        x = model[:3](x) if depth == 1 else checkpoint(model[:3], x, use_reentrant=True)
+        x.square().sum().backward()
+        kinds = {type(p.grad).__name__ for p in model[:3].parameters()}
+        if kinds != {"ReducedGradient"}:
+            return f"depth {depth}: {kinds}"
+        found.step()
+        found.zero_grad()
+    try:
+        model[:3](torch.ones(2, 8, requires_grad=True)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    except CanzonaError as error:
+        return str(error)
+    return "no error"
+
+
+def loaded_in_mid_forward() -> list[str]:
+    """Load a checkpoint after a forward pass that ended early, while parameters of the last step are on their way."""
+    pair = Pair(gather="forward")
+    pair.train(0)
+    before = copy.deepcopy(pair.model.state_dict())
+    pair.train(1)
+    pair.model.embed(batch(2, pair.rank))
+    pair.model.load_state_dict(before)
+    pair.handle.synchronize()
+    return [name for name, value in pair.model.state_dict().items() if not torch.equal(value, before[name])]
+
+
+def unwrapped() -> list[str]:
+    """Train under zero1, unwrap, and train on under DDP: the model is as if zero1 had never seen it."""
+    pair = Pair()
+    for step in range(4):
+        if step == 2:
+            for optimizer in pair.found:
+                canzona_compile.unwrap(optimizer)
+            pair.forwards[1] = DistributedDataParallel(pair.model)
+        pair.train(step)
+    return different(pair.model, pair.plain)
+
+
+def averaged(gather: str) -> list[str]:
+    """Keep a moving average of the parameters under zero1 and under DDP."""
+    pair = Pair(gather=gather)
+    averages = AveragedModel(pair.plain), AveragedModel(pair.model)
+    for step in range(3):
+        pair.train(step)
+        pair.handle.synchronize()
+        for average, own in zip(averages, (pair.plain, pair.model), strict=True):
+            average.update_parameters(own)
+    with torch.no_grad():
+        losses = [float(average(batch(9, 0))) for average in averages]
+    return different(averages[1], averages[0]) + ([] if losses[0] == losses[1] else [f"losses {losses}"])
 
 
 @pytest.mark.parametrize(

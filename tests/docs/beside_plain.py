@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from canzona_compile.api.chains.chain import Chain
+from canzona_compile.api.chain import Chain
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.ir.split import chosen, rows_of
 from tests.harness.pairs import same_bits

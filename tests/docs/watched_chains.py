@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from canzona_compile.api.chains.chain import Chain
+from canzona_compile.api.chain import Chain
 from canzona_compile.compat.optimizer_class import plain_class
 
 

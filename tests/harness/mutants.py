@@ -29,7 +29,7 @@ ROOMS = {  # core files, and the tests that whoever changes one would run; witho
     "canzona_compile/ir/[blsv]*.py": f"tests/ir tests/passes tests/api/test_chain.py {WHOLE}",
     "canzona_compile/lowering/*.py": f"tests/lowering tests/passes {WHOLE} tests/fake_cuda/test_trainings.py",
     "canzona_compile/ownership/*.py": "tests/ownership tests/passes/test_planning_passes.py",
-    "canzona_compile/runtime/[bcegs]*.py": "tests/runtime tests/fake_cuda tests/session",
+    "canzona_compile/runtime/[abcegs]*.py": "tests/runtime tests/fake_cuda tests/session",
     "canzona_compile/session/[bghsw]*.py": "tests/session tests/end_to_end/test_one_per_matrix.py",
     "canzona_compile/views/*.py": f"tests/views tests/data_parallel/test_split.py {WHOLE}",
     "passes/*.py": f"tests/passes tests/lowering tests/session/test_planned_runs.py {WHOLE}",

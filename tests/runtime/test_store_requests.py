@@ -6,11 +6,11 @@ from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from canzona_compile.data_parallel.gathering import WaitingRanks
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.runtime import channel, meeting
 from canzona_compile.runtime.channel import Channel
@@ -54,18 +54,16 @@ def test_a_rank_that_waits_asks_as_often_among_any_number_of_ranks(ranks: Any) -
     asked = Counter()
     for count in COUNTS:
         own, other = ranks(count, 0, count - 1)
-        gathering = mock.Mock()
-        own.promised[gathering] = "model 0"
-        other.tell_waiting("model 0", 3)
+        here, there = WaitingRanks(own, "model 0"), WaitingRanks(other, "model 0")
+        there.tell(3)
         before = own.store.requests
         own.listen()
-        own._catch_up()
+        assert here.asked() == 0
         asked[own.store.requests - before] += 1
         own.announced = 1
-        own._catch_up()
-        other.tell_waiting("model 0", 0)
-        own._catch_up()
-        gathering.catch_up.assert_called_once_with(3)
+        assert here.asked() == 3
+        there.tell(0)
+        assert here.asked() == 0
     assert asked == {3: len(COUNTS)}
 
 

@@ -26,9 +26,9 @@ from canzona_compile.machine.hardware import RATES, assumed_hardware
 from canzona_compile.runtime import meeting
 from canzona_compile.runtime.timed_program import CLOCK, TimedProgram, turn, turns
 from examples.optimizers.soap import SOAP
-from tests.data_parallel.mistakes import set_up, step_alone
-from tests.data_parallel.mistakes import train as train_zero1
 from tests.data_parallel.models import batch
+from tests.data_parallel.runs import set_up, step_alone
+from tests.data_parallel.runs import train as train_zero1
 from tests.harness.layouts import Case
 from tests.harness.marks import full
 from tests.harness.optimizers import Shared, muon

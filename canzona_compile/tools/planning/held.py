@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 from torch.optim import Optimizer
 
-from canzona_compile.api.chains.chain import Chain
-from canzona_compile.api.choice.choose import hidden_matrices
+from canzona_compile.api.chain import Chain
+from canzona_compile.api.choice import hidden_matrices
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.session.params import named_params

@@ -13,7 +13,7 @@ from torch import fx
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from canzona_compile.api.chains.chain import Chain
+from canzona_compile.api.chain import Chain
 from canzona_compile.api.muon_adamw import plain_muon_adamw
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture

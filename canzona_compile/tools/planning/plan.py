@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.analysis.flops import bytes_of_wires
-from canzona_compile.api.chains.chain import Chain
+from canzona_compile.api.chain import Chain
 from canzona_compile.compat.garbage import not_collecting
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +10,34 @@ from itertools import pairwise
 
 from torch import nn
 
-from canzona_compile.api.choice import names
 from canzona_compile.ir.canonical_names import canonical_name, common_prefix
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+EMBEDDING_CLASS = re.compile(r"embedding|embeds?$", re.IGNORECASE)
+EMBEDDING_NAME = re.compile(r"embed|(^|_)(wte|wpe)$", re.IGNORECASE)
+PATCHES = re.compile(r"patch_?embed", re.IGNORECASE)  # also where it is a linear module: it reads pixels
+POSITIONS = re.compile(r"(^|[._])(pos|position|positions|positional|wpe|token_type|segment)([._]|$)", re.IGNORECASE)
+TABLE = re.compile(
+    r"embed|(^|_)(wte|wpe|pos|position|positional|tokens?|table|latents?|queries|registers?)(_|$)", re.IGNORECASE
+)
+NO_WEIGHT = re.compile(r"(^|_)(bias|norm|scale|gamma|mask)(_|$)", re.IGNORECASE)
+WEIGHT = re.compile(
+    r"(^|_)(weights?\d*|kernel|proj|projection|lora|fc\d*|w\d*|w_?[qkvo]|qkvo?)(_|$)|^(wqkv|qkvo?_?w)$", re.IGNORECASE
+)
+HEAD = re.compile(
+    r"(\w+_)?(heads?|classifiers?|logits)|outputs?|output_(layer|proj|projection)|unembed\w*|score|proj_out|embed_out"
+    r"|qa_outputs|fc_out|seq_relationship",
+    re.IGNORECASE,
+)
+HEAD_OF_SEVERAL = re.compile(
+    r"(\w+_)?(heads?|classifiers?)|score", re.IGNORECASE
+)  # the last of its modules is the head
+LAST_HEAD = re.compile(r"fc", re.IGNORECASE)  # a head where it is the last module, as in ResNets
+HIDDEN = re.compile(r"attn|attention|mlp|ffn|feed_?forward|block|layer", re.IGNORECASE)
+ROUTER = re.compile(r"(^|_)(router|gate)$", re.IGNORECASE)
+# Names that peft adds below an adapted layer.
+ADAPTERS = re.compile(r"base_layer|modules_to_save|original_module|lora_\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +56,7 @@ class Site:
 
 
 class Survey:
-    """What a model says about its parameters: where they are, what is around them, which modules are repeated.
-
-    Args:
-        model: the model.
-    """
+    """What a model says about its parameters: where they are, what is around them, which modules are repeated."""
 
     def __init__(self, model: nn.Module) -> None:
         prefix = common_prefix(canonical_name(name) for name, _ in model.named_parameters())
@@ -84,20 +107,16 @@ class Survey:
         for path in upwards(site.path):
             module = self.modules[path]
             own = class_name(module)
-            if isinstance(module, names.EMBEDDINGS):
+            if isinstance(module, EMBEDDINGS):
                 return "embedding"
             # A class may be named after the task of the whole model; such a module has layers.
-            if (
-                path
-                and names.EMBEDDING_CLASS.search(own)
-                and not any(layer.startswith(f"{path}.") for layer in self.layers)
-            ):
+            if path and EMBEDDING_CLASS.search(own) and not any(layer.startswith(f"{path}.") for layer in self.layers):
                 return "embedding" if path == site.path else f"part of {own}"
         last = site.path.rpartition(".")[2]
-        if names.PATCHES.search(last):
+        if PATCHES.search(last):
             return "patch embedding, by its name"
         linear = is_linear(self.modules[site.path])
-        if not linear and (names.EMBEDDING_NAME.search(last) or names.TABLE.search(site.leaf)):
+        if not linear and (EMBEDDING_NAME.search(last) or TABLE.search(site.leaf)):
             return "embedding or table, by its name"
         return ""
 
@@ -108,7 +127,7 @@ class Survey:
             (key, site)
             for key, sites in self.sites.items()
             for site in sites
-            if is_wide(self.params[key].shape) and names.WEIGHT.search(site.leaf) and not self._embedding(site)
+            if is_wide(self.params[key].shape) and WEIGHT.search(site.leaf) and not self._embedding(site)
         ]
         groups: dict[str, str] = {}  # by the path that is named as a head: the path of its last module with a weight
         for _, site in weights:
@@ -129,10 +148,10 @@ class Survey:
             head, last = ".".join(parts[: i + 1]), i == len(parts) - 1
             if head in self.layers:
                 return ""
-            if names.HEAD.fullmatch(part) and (last or names.HEAD_OF_SEVERAL.fullmatch(part)):
+            if HEAD.fullmatch(part) and (last or HEAD_OF_SEVERAL.fullmatch(part)):
                 several = isinstance(self.modules[head], nn.ModuleList | nn.ModuleDict)
                 return ".".join(parts[: i + 2]) if several else head
-            if names.HIDDEN.search(part):
+            if HIDDEN.search(part):
                 return ""
         return ""
 
@@ -140,9 +159,9 @@ class Survey:
         """The name by which the last of these modules is a head; empty if it is none, or lies in a repeated layer."""
         parts = paths[-1].split(".") if paths and not self.in_layers(paths[-1]) else []
         for part in parts:
-            if names.LAST_HEAD.fullmatch(part):
+            if LAST_HEAD.fullmatch(part):
                 return part
-            if names.HIDDEN.search(part):
+            if HIDDEN.search(part):
                 break
         return ""
 
@@ -153,7 +172,7 @@ class Survey:
             self.params[key].shape[0]
             for key in self.embeddings
             for site in self.sites[key]
-            if isinstance(self.modules[site.path], names.EMBEDDINGS) and not names.POSITIONS.search(site.path)
+            if isinstance(self.modules[site.path], EMBEDDINGS) and not POSITIONS.search(site.path)
         ]
         return max(found, default=0)
 
@@ -170,7 +189,7 @@ def site_of(path: str, leaf: str, module: nn.Module) -> Site:
     for i, (part, below) in enumerate(pairwise([*parts, ""])):
         if part == "parametrizations":
             return Site(name, ".".join(parts[:i]), below)
-        if names.ADAPTERS.fullmatch(part):
+        if ADAPTERS.fullmatch(part):
             return Site(name, ".".join(parts[:i]), leaf)
     return Site(name, ".".join(parts), leaf)
 

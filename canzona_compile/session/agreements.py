@@ -1,4 +1,4 @@
-"""Agreement among all ranks of one optimizer: one per mesh, and what the ranks compare."""
+"""What the ranks of one optimizer compare: plans, copies of parameters, and the steps that they take."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
-from canzona_compile.runtime.channel import Channel, hash_of
+from canzona_compile.runtime.agreement import PLANNING, Agreement, Details
+from canzona_compile.runtime.channel import Channel, Ranks, channel_of, hash_of
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.runtime.waiter import Waiter
 
-Ranks = tuple[int, ...]
 NEWLY_SHARED = Purpose(
     "step()",
     "because its new plan shares matrices with them, and the plan before did not",
@@ -30,13 +29,14 @@ NEWLY_SHARED = Purpose(
 )
 
 
-class RankAgreement:
-    """Holds the agreements of all sets of ranks that this rank's parameters need.
+class Agreements:
+    """The agreements of one optimizer, one for each set of ranks that its parameters need.
 
-    Every rank of a mesh must make the same calls in the same order.
+    Every rank of a set must make the same calls in the same order. An error of one set is told to the next one, whose
+    ranks may not be members of this one.
 
     Args:
-        groups: finds the process group of each agreement.
+        groups: finds the process group of each set of ranks.
         device: the device of the parameters.
         optimizer: the optimizer, for messages.
 
@@ -45,8 +45,8 @@ class RankAgreement:
     """
 
     def __init__(self, groups: Groups, device: torch.device, optimizer: Optimizer) -> None:
-        self.groups, self.device, self.name = groups, device, f"optimizer ({plain_class(optimizer).__name__})"
-        self._agreements: dict[Ranks, StoreAgreement] = {}
+        self.groups, self.device, self.name = groups, device, f"{plain_class(optimizer).__name__} optimizer"
+        self._known: dict[Ranks, Agreement] = {}
         self._channels: list[Channel] = []
         self.waiter = Waiter(self._channels, device)
 
@@ -57,7 +57,10 @@ class RankAgreement:
             CanzonaError: one of these ranks could not make a plan, or their texts differ. All of them raise.
         """
         for ranks in sorted(r for r in members if len(r) > 1):
-            error = self._agree(ranks, text, error)
+            try:
+                self.of(ranks).compare(PLANNING, {"plan": text}, error)
+            except CanzonaError as found:
+                error = found
         if error is not None:
             raise error
 
@@ -96,9 +99,11 @@ class RankAgreement:
             else:
                 lines += [f"{t.name} {list(t.shape)} {t.placed} {t.layout.placements} owner {t.owner}" for t in own]
             missing = f"no gradient for {', '.join(bare)}" if bare else "every gradient is there"
+            details = {"present": missing, "plan": "\n".join(lines), "capacity": str(capacity)}
             try:
-                found[ranks] = self._agreement_of(ranks).agree("\n".join(lines), error, missing, capacity)
-            except CanzonaError as problem:  # for the next set, whose ranks may not be members of this one
+                told = self.of(ranks).compare(PLANNING, details, error)
+                found[ranks] = min(int(other["capacity"]) for other in told)
+            except CanzonaError as problem:
                 error = problem
         if error is not None:
             raise error
@@ -119,7 +124,7 @@ class RankAgreement:
             by_grid: dict[Grid, list[Digest]] = {}
             for copy in shared:
                 by_grid.setdefault(copy.grid, []).append(own[copy.name])
-            agreement = self._agreement_of(ranks)
+            agreement = self.of(ranks)
             try:
                 told = agreement.share(json.dumps([hash_of(str(values)) for values in by_grid.values()]), error)
             except CanzonaError as found_error:
@@ -135,22 +140,24 @@ class RankAgreement:
         if error is not None:
             raise error
 
-    def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
-        """Agree within one set of ranks and return the error that it raises, or None.
+    def settle(self, ranks: Ranks, call: str, details: Details, error: CanzonaError | None) -> CanzonaError | None:
+        """Compare what the ranks of a set found before a step. `error` keeps this rank from taking it.
 
-        The caller passes this error on to the next set, whose ranks may not be members of this one.
+        Returns:
+            The error that this rank has to raise; None if all ranks can take the step.
+
+        Raises:
+            CanzonaError: a rank died, or failed on its way through an earlier step.
         """
+        agreement = self.of(ranks)
         try:
-            self._agreement_of(ranks).agree(text, error)
-        except CanzonaError as found:
-            return found
+            agreement.compare(call, details, error)
+        except CanzonaError as verdict:
+            assert agreement.channel is not None
+            if agreement.channel.broken:
+                raise
+            return verdict
         return None
-
-    def settle(
-        self, ranks: Ranks, numbers: str, change: str, error: CanzonaError | None, others: str = ""
-    ) -> CanzonaError | None:
-        """Compare within one set of ranks, before a step, what its ranks found, see `StoreAgreement.compare`."""
-        return self._agreement_of(ranks).compare(change, numbers, error, others)
 
     def meet(self, members: Iterable[Ranks]) -> None:
         """Wait for ranks that a new plan shares tasks with, and that did not announce one."""
@@ -158,24 +165,24 @@ class RankAgreement:
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks."""
-        return self._agreement_of(ranks).meeting
-
-    def share(self, ranks: Ranks, text: str) -> list[str]:
-        """Gather a text from every rank of a set, in the order of the ranks. This is a collective."""
-        return self._agreement_of(ranks).share(text)
+        meeting = self.of(ranks).meeting
+        assert meeting is not None
+        return meeting
 
     def check(self) -> None:
         """Raise if an earlier call failed on its way, see `Channel.check`."""
-        for agreement in self._agreements.values():
-            agreement.channel.check()
+        for channel in self._channels:
+            channel.check()
 
     def fail(self, error: CanzonaError) -> None:
         """Tell all ranks that this rank raised an error on its way, so that no rank waits for it."""
         for channel in self._channels:
             channel.fail(error)
 
-    def _agreement_of(self, ranks: Ranks) -> StoreAgreement:
-        if ranks not in self._agreements:
-            self._agreements[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device, self.name)
-            self._channels.append(self._agreements[ranks].channel)
-        return self._agreements[ranks]
+    def of(self, ranks: Ranks) -> Agreement:
+        """The agreement of some ranks. If their channel is new, this is a collective of theirs."""
+        if ranks not in self._known:
+            channel = channel_of(ranks, self.groups.of(ranks), self.device)
+            self._known[ranks] = Agreement(channel, self.name)
+            self._channels.append(channel)
+        return self._known[ranks]

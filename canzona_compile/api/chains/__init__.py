@@ -1,1 +1,0 @@
-"""Several optimizers as one."""
