@@ -21,12 +21,12 @@ import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from examples.optimizers.soap import SOAP
 from tests.data_parallel.models import Model, batch, different, different_state, hidden, others
-from tests.harness.layouts import Case, Laid, local, mesh_of
+from tests.harness.layouts import ALONE, Case, local, mesh_of
 from tests.harness.marks import first
-from tests.harness.optimizers import share_captures, shared_captures
+from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.training import ALONE, Outcome, Training, check, on_ranks, plain_run
+from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_recipe
 
 HIDDEN = ((12, 8), (8, 12), (9, 7), (7, 9), (12, 8))
@@ -98,17 +98,11 @@ def test_owners_are_balanced_over_all_optimizers() -> None:
 
 def measured() -> dict[int, Any]:
     """Seconds of each act of the second optimizer, by rank and step."""
-    plain = plain_run(RECIPES["two"], torch.float32)
-    laid = Laid(plain.first, Case("fsdp", (2,)))
-    made: Any = canzona_compile.wrap(two(laid.params))
-    share_captures(made)
-    for step in range(4):
-        if step == 2:
-            made.canzona.measure(2)
-        for i, param in enumerate(laid.params):
-            param.grad = laid.like_param(plain.grads[step][i], i)
-        made.step()
-    return {rank: times.acts for rank, times in made.canzona.sessions[1].measuring.found.ranks.items()}
+    pair = beside(two, Case("fsdp", (2,)))
+    pair.steps(2)
+    pair.wrapped.canzona.measure(2)
+    pair.steps(2)
+    return {rank: times.acts for rank, times in pair.wrapped.canzona.sessions[1].measuring.found.ranks.items()}
 
 
 @pytest.mark.ranks

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests.harness import compiled_optimizers as compiled
-from tests.harness import odd_optimizers as odd
+from tests.harness import toys
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.optimizers import Shape
@@ -18,7 +18,7 @@ from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_recipe
 
 SHAPES: tuple[Shape, ...] = ((17, 32), (48, 20), (17, 32), (16, 16))
-DECORATED = (odd.DecoratedMuon, odd.DecoratedBasis, odd.TwoPrecisions, odd.OnePrecision)
+DECORATED = (toys.DecoratedMuon, toys.DecoratedBasis, toys.TwoPrecisions, toys.OnePrecision)
 COMPILED = (compiled.CompiledAdam, compiled.CompiledParts, compiled.CompiledProducts)
 HIDDEN = (compiled.Pulling, compiled.Hidden)
 KINDS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (*DECORATED, *COMPILED, *HIDDEN)}

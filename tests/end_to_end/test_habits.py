@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import UnsupportedOptimizer
-from tests.harness import toy_habits as toys
+from tests.harness import toys
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
@@ -100,7 +100,7 @@ def test_state_that_is_wider_than_its_parameter_is_loaded_as_it_was() -> None:
     """torch casts it to the parameter's dtype."""
 
     def made() -> Any:
-        return canzona_compile.wrap(Wide(parameters(dtype=torch.bfloat16)))
+        return canzona_compile.wrap(toys.Wide(parameters(dtype=torch.bfloat16)))
 
     first, second = made(), made()
     for step in range(2):
@@ -115,15 +115,6 @@ def test_state_that_is_wider_than_its_parameter_is_loaded_as_it_was() -> None:
             optimizer.step()
     assert different(first, second) == []
     assert {s["average"].dtype for s in second.state.values()} == {torch.float32}
-
-
-class Wide(PerParameter):
-    """Averages of 16-bit gradients in 32 bits."""
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        average = state.setdefault("average", torch.zeros_like(param, dtype=torch.float32))
-        average.lerp_(grad.float(), 0.1)
-        param.add_(toys.cube(average).to(param.dtype), alpha=-group["lr"])
 
 
 # -- what surrounds a step -------------------------------------------------------------------------

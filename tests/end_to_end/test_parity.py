@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.layouts import Case, Laid
+from tests.harness.layouts import ALONE, Case, Laid
 from tests.harness.marks import also, crossed, first, full
 from tests.harness.optimizers import (
     MUON_GROUPS,
@@ -23,8 +23,9 @@ from tests.harness.optimizers import (
     param_groups,
     shapes_of,
 )
+from tests.harness.pairs import parameters
 from tests.harness.ranks import run
-from tests.harness.training import ALONE, Outcome, Training, check, on_ranks, plain_run
+from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_recipe
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -94,7 +95,7 @@ def test_groups_that_differ_by_numbers_only(case: Case) -> None:
 
 def fragments(case: Case) -> tuple[list[int], list[str]]:
     """Of this rank: how many elements it has of each parameter, and its placements."""
-    laid = Laid(plain_run(RECIPES["muon"], torch.float32).first, case)
+    laid = Laid(parameters(shapes_of(MUON_GROUPS)), case)
     placements = [str(getattr(p, "placements", "")) for p in laid.params]
     return [index.numel() for index in laid.indices], placements
 

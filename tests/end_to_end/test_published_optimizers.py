@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, optim
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-import canzona_compile
-from tests.harness.layouts import Case, Laid, full
+from tests.harness.layouts import Case, full
 from tests.harness.marks import also, only
-from tests.harness.pairs import params_of
+from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.training import Outcome, Training, check, on_ranks, plain_run
+from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_one
 
 STEPS = 10
@@ -148,19 +147,18 @@ def test_bits_with_vectors(name: str) -> None:
 
 def largest_difference(name: str, case: Case) -> float:
     """Of a parameter, in the largest update of the plain run."""
-    plain = plain_run(TRAININGS[name], torch.float32)
-    laid = Laid(plain.first, case)
-    optimizer: Any = canzona_compile.wrap(OPTIMIZERS[name](laid.params), strategy="owner")
-    change = gentler(optimizer)
+    training = TRAININGS[name]
+    pair = Pair(training.make, training.shapes, case, strategy="owner")
+    changes = [gentler(optimizer) for optimizer in pair.both]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step, values in enumerate(plain.grads):
-            change(step)
-            for i, param in enumerate(laid.params):
-                param.grad = laid.like_param(values[i], i)
-            optimizer.step()
-    pairs = zip(laid.params, params_of(plain.optimizer), plain.first, strict=True)
-    return max(float((full(a) - b.detach()).abs().max() / (b.detach() - c).abs().max()) for a, b, c in pairs)
+        for step in range(STEPS):
+            for change in changes:
+                change(step)
+            pair.feed()
+            pair.take()
+    pairs = zip(pair.laid.params, params_of(pair.plain), parameters(training.shapes), strict=True)
+    return max(float((full(a) - b.detach()).abs().max() / (b - c).detach().abs().max()) for a, b, c in pairs)
 
 
 @pytest.mark.full
