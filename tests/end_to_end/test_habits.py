@@ -6,7 +6,6 @@ import contextvars
 import copy
 import threading
 import types
-import weakref
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.harness.marks import first
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, cube
+from tests.harness.traps.grammar import toy
 
 COMPILED = (
     toys.Columns,
@@ -201,15 +201,8 @@ def test_variables_of_the_context_stay_what_they_are() -> None:
     assert COUNT.get() == 0
 
 
-class Proxied(PerParameter):
-    """Knows itself by a proxy."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.own = weakref.proxy(self)
-
-    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
-        param.sub_(cube(grad) * 0.01)
+# Knows itself by a proxy.
+Proxied = toy("proxied", begin="self.own = weakref.proxy(self)", update="cube(grad) * 0.1")()
 
 
 class InThread(PerParameter):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Training:
     Attributes:
         schedule: changes hyperparameters before every step.
         sizes: standard deviations of the first parameters and of the gradients.
+        among: those that share captures, see `share_captures`.
     """
 
     make: Callable[[list[Any]], Optimizer]
@@ -33,6 +35,7 @@ class Training:
     steps: int
     schedule: Schedule
     sizes: tuple[float, float] = (1.0, 1.0)
+    among: Shared = field(default_factory=lambda: SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +53,16 @@ class Outcome:
     report: dict[str, Any]
 
 
-def train(training: Training, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    """What becomes of the wrapped optimizer on this rank's fragments, beside the plain one."""
-    return trained(training, cases, dtype, **options)[1]
-
-
 def trained(
-    training: Training,
-    cases: Sequence[Case],
-    dtype: torch.dtype,
-    restored: bool = False,
-    among: Shared = SHARED,
-    **options: Any,
+    training: Training, cases: Sequence[Case], dtype: torch.dtype, restored: bool = False, **options: Any
 ) -> tuple[Any, Outcome]:
-    """The same, and the optimizer.
+    """The wrapped optimizer on this rank's fragments after a training beside the plain one, and what became of it.
 
     Args:
         restored: load its own state in mid-run.
-        among: those that share captures, see `share_captures`.
         options: of `wrap`.
     """
+    among = training.among
     pair = Pair(training.make, training.shapes, cases, dtype=dtype, sizes=training.sizes, among=among, **options)
     changes = [training.schedule(optimizer) for optimizer in pair.both]
     for step in range(training.steps):
@@ -85,12 +78,21 @@ def trained(
     return pair.wrapped, Outcome(pair.different(), pair.started - len(agreed), pair.report.to_dict())
 
 
+def train(module: str, name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
+    """Take the training of this name among `TRAININGS` of a test file, on this rank."""
+    return trained(importlib.import_module(module).TRAININGS[name], cases, dtype, **options)[1]
+
+
+def ready(module: str, name: str, dtype: torch.dtype = torch.float32) -> functools.partial[Any]:
+    """For `run(after=...)`: the training in one process, so that ranks need not capture what it did."""
+    return functools.partial(train, module, name, [ALONE], dtype)
+
+
 def on_ranks(
-    train: Callable[..., Outcome], name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any
+    module: str, name: str, cases: Sequence[Case], dtype: torch.dtype = torch.float32, **options: Any
 ) -> list[Outcome]:
-    """`train(name, cases, dtype, ...)` of a test file on all ranks; what they share is captured once, before."""
-    alone = functools.partial(train, name, [ALONE], dtype)
-    return run(cases[0].world, train, name, cases, dtype, after=alone, **options)
+    """The same on all ranks; what they share is captured once, before."""
+    return run(cases[0].world, train, module, name, cases, dtype, after=ready(module, name, dtype), **options)
 
 
 def check(outcomes: Sequence[Outcome], fallbacks: bool = False) -> dict[str, Any]:

@@ -20,14 +20,14 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.runtime import meeting
 from examples.optimizers.soap import SOAP
 from tests.harness import marks
+from tests.harness.checkpointing import EVERY, SHAPES
 from tests.harness.layouts import ALONE, Case
 from tests.harness.pairs import Pair, unlike
 from tests.harness.ranks import run
 
-SHAPES = ((8, 6), (6, 8), (8, 6))
 MAKERS: dict[str, Callable[..., Any]] = {
     "muon": partial(torch.optim.Muon, lr=2e-2),
-    "soap": partial(SOAP, lr=1e-2, every=2),
+    "soap": partial(SOAP, lr=1e-2, every=EVERY),
 }
 PATIENCE = timedelta(seconds=1)
 
