@@ -89,9 +89,20 @@ def test_hyperparameters_that_decided_about_the_state_change_too_late(replan: bo
     assert pair.report.fallbacks == {}
 
 
+class Delegating(PerParameter):
+    """Stands for another optimizer."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+
 def test_wrappers_of_optimizers_are_refused() -> None:
     with pytest.raises(UnsupportedOptimizer, match="is a wrapper around another optimizer") as caught:
-        canzona_compile.wrap(toys.Delegating(muon(parameters())))
+        canzona_compile.wrap(Delegating(muon(parameters())))
     assert "call wrap on the optimizer inside it" in str(caught.value)
 
 
