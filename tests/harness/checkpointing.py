@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,7 +119,9 @@ class Run:
             for path, leaf in pytree.tree_flatten_with_path(dict(state.get(i, {})))[0]:
                 if isinstance(leaf, DTensor) and isinstance(param, DTensor) and leaf.placements != param.placements:
                     found.append(f"{i}{pytree.keystr(path)} is laid out as {leaf.placements}")
-        return found + different(plain, self.optimizer, self.laid)
+        # Without parameters that were added since.
+        own: Any = SimpleNamespace(param_groups=[{"params": self.laid.params}], state_dict=self.optimizer.state_dict)
+        return found + different(plain, own, self.laid)
 
 
 def once(name: str, dtype: torch.dtype = torch.float32) -> functools.partial[Any]:
