@@ -26,11 +26,12 @@ from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
 from canzona_compile.passes import Canonicalize
 from canzona_compile.rehearsal.rehearsal import rehearse
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from tests.harness import toy_optimizers as toys
+from tests.harness import toys
 from tests.harness.optimizers import EntriesMuon, StackMuon
 from tests.harness.pairs import Pair, feed, muon, parameters
 from tests.harness.random_graphs import equal, evaluate, templates, values_for
 from tests.harness.samples import CPU, Builder, empty
+from tests.harness.toy_optimizers import GlobalNorm, GlobalNormOnHost, HostReading, PerParameter
 from tests.harness.untimed import untimed
 
 aten = torch.ops.aten
@@ -141,7 +142,7 @@ INDEPENDENT: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": muon,
     "adamw-foreach": lambda params: AdamW(params, foreach=True),
     "counting": toys.Counting,
-    "host-reading": toys.HostReading,
+    "host-reading": HostReading,
     "object-keeping": toys.ObjectKeeping,
     "scratch": toys.Scratch,
 }
@@ -154,7 +155,7 @@ def test_independent_optimizers_pass(name: str) -> None:
     assert followed is (name != "host-reading"), "a number on the host has no labels"
 
 
-class SharedAverage(toys.PerParameter):
+class SharedAverage(PerParameter):
     """Couples parameters through their states: each learns from the one before."""
 
     @torch.no_grad()
@@ -167,7 +168,7 @@ class SharedAverage(toys.PerParameter):
             before = average
 
 
-class ForeachNorm(toys.PerParameter):
+class ForeachNorm(PerParameter):
     """Independent foreach functions, and one norm of all of them."""
 
     @torch.no_grad()
@@ -178,7 +179,7 @@ class ForeachNorm(toys.PerParameter):
         torch._foreach_sub_(params, [u / total for u in updates])
 
 
-@pytest.mark.parametrize("kind", [toys.GlobalNorm, toys.GlobalNormOnHost, SharedAverage, ForeachNorm])
+@pytest.mark.parametrize("kind", [GlobalNorm, GlobalNormOnHost, SharedAverage, ForeachNorm])
 def test_coupled_optimizers_do_not(kind: type[Optimizer]) -> None:
     optimizer = kind(parameters())  # type: ignore[call-arg]
     with pytest.raises(UnsupportedOptimizer, match="updates parameters together") as caught:
@@ -186,7 +187,7 @@ def test_coupled_optimizers_do_not(kind: type[Optimizer]) -> None:
     assert "in a chain, wrap only the matrix optimizer" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [toys.GlobalNorm, SharedAverage, ForeachNorm])
+@pytest.mark.parametrize("kind", [GlobalNorm, SharedAverage, ForeachNorm])
 def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimizer]) -> None:
     optimizer = kind(parameters())  # type: ignore[call-arg]
     with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
@@ -311,7 +312,7 @@ def test_optimizers_of_stacks() -> None:
 
 
 def test_interpreted_steps_are_never_taken_apart() -> None:
-    _, (kind,) = kinds_of(toys.HostReading(parameters()), spec(6, 4))
+    _, (kind,) = kinds_of(HostReading(parameters()), spec(6, 4))
     assert kind.template.interpreted
     assert not first_dim_is_batch(kind.template)
 

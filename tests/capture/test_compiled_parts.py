@@ -26,8 +26,9 @@ from canzona_compile.rehearsal.rehearsal import rehearse
 from canzona_compile.replica.twin import as_written
 from tests.harness import compiled_optimizers as toys
 from tests.harness.marks import full
-from tests.harness.odd_optimizers import TwoPrecisions, matmul_precision
 from tests.harness.pairs import Pair, different, feed, parameters
+from tests.harness.toys import TwoPrecisions
+from tests.harness.traps.kit import matmul_precision
 
 STEPS = 3
 SHAPES = ((24, 16),)  # other than those of miniatures

@@ -34,7 +34,8 @@ from canzona_compile.replica.copies import Copies, deep_copy
 from canzona_compile.replica.miniature import Miniature
 from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
-from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.toy_optimizers import cube
+from tests.harness.traps.grammar import toy
 
 SHAPES = ((6, 4), (4, 6), (6, 4))
 
@@ -79,13 +80,12 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FreedHandles]:
     gc.unfreeze()
 
 
-class CopiesInStep(PerParameter):
-    """Deep copies of parameter and gradient in the step."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        half = torch.tensor(0.5)
-        state.setdefault("last", torch.zeros_like(param)).copy_(copy.deepcopy(grad) * half)
-        param.add_(cube(state["last"]) + copy.deepcopy(param.detach()), alpha=-group["lr"])
+# Deep copies of parameter and gradient in the step.
+CopiesInStep = toy("copies-in-step")("""
+    half = torch.tensor(0.5)
+    state.setdefault("last", torch.zeros_like(param)).copy_(copy.deepcopy(grad) * half)
+    param.add_(cube(state["last"]) + copy.deepcopy(param.detach()), alpha=-group["lr"])
+""")
 
 
 def test_code_that_copies_fake_tensors_frees_no_handle_twice(freed: FreedHandles) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import canzona_compile
 from canzona_compile.compat.torch_private import FAKE_LOGGER
-from tests.harness import odd_optimizers as odd
+from tests.harness import toys
 from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, feed, parameters
-from tests.harness.toy_optimizers import PerParameter
+from tests.harness.traps.grammar import toy
+from tests.harness.traps.kit import matmul_precision
 
 
 def ways(pair: Pair) -> set[tuple[str, str]]:
@@ -25,7 +26,7 @@ def ways(pair: Pair) -> set[tuple[str, str]]:
 
 
 def test_what_people_write_for_people_is_captured_once() -> None:
-    pair = Pair(odd.DecoratedMuon, captures_anew=True)
+    pair = Pair(toys.DecoratedMuon, captures_anew=True)
     pair.steps(2)
     assert ways(pair) == {("compiled", "dispatch")}
     captures = pair.report.captures
@@ -56,13 +57,13 @@ class Precisions(TorchDispatchMode):
 @pytest.fixture(params=["highest", "high"])
 def ambient(request: pytest.FixtureRequest) -> Iterator[str]:
     """The precision that the user has set."""
-    with odd.matmul_precision(request.param):
+    with matmul_precision(request.param):
         yield request.param
 
 
-@pytest.mark.parametrize("kind", [odd.OnePrecision, odd.TwoPrecisions, odd.PlainPrecision])
+@pytest.mark.parametrize("kind", [toys.OnePrecision, toys.TwoPrecisions, toys.PlainPrecision])
 def test_products_keep_the_precision_that_the_step_sets(kind: type[Any], ambient: str) -> None:
-    if kind is odd.PlainPrecision and ambient != "highest":
+    if kind is toys.PlainPrecision and ambient != "highest":
         pytest.skip("it leaves another precision behind than it found")
     pair = Pair(kind, ((6, 4),))
     pair.steps(2)
@@ -77,9 +78,9 @@ def test_products_keep_the_precision_that_the_step_sets(kind: type[Any], ambient
     assert torch.get_float32_matmul_precision() == ambient
 
 
-@pytest.mark.parametrize(("kind", "every"), crossed([odd.TurningBasis, odd.DecoratedBasis], [1, 2, 3]))
+@pytest.mark.parametrize(("kind", "every"), crossed([toys.TurningBasis, toys.DecoratedBasis], [1, 2, 3]))
 def test_one_step_that_changes_the_strides_of_state_is_interpreted(kind: type[Any], every: int) -> None:
-    pair = Pair(lambda params: kind(params, every=every), captures_anew=True)
+    pair = Pair(lambda params: kind([{"params": params, "every": every}]), captures_anew=True)
     for _ in range(8):
         pair.step()
     assert {how for how, _ in ways(pair)} == {"compiled"}
@@ -87,7 +88,7 @@ def test_one_step_that_changes_the_strides_of_state_is_interpreted(kind: type[An
 
 
 def test_state_that_keeps_changing_its_strides_is_interpreted_for_good() -> None:
-    pair = Pair(odd.FloppingBasis, captures_anew=True)
+    pair = Pair(toys.FloppingBasis, captures_anew=True)
     pair.steps(14)
     assert {how for how, _ in ways(pair)} == {"eager"}
     driver = pair.wrapped.canzona.session.driver
@@ -98,9 +99,9 @@ def test_state_that_keeps_changing_its_strides_is_interpreted_for_good() -> None
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (odd.Retrying, "catches the errors of aten._linalg_check_errors"),
-        (odd.Differentiating, "its step differentiates"),
-        (odd.MemorySwapping, "replaces the gradient, or the memory of a tensor"),
+        (toys.Retrying, "catches the errors of aten._linalg_check_errors"),
+        (toys.Differentiating, "its step differentiates"),
+        (toys.MemorySwapping, "replaces the gradient, or the memory of a tensor"),
     ],
 )
 def test_what_a_path_cannot_tell_is_interpreted(kind: type[Any], reason: str) -> None:
@@ -112,28 +113,25 @@ def test_what_a_path_cannot_tell_is_interpreted(kind: type[Any], reason: str) ->
 
 
 def test_the_step_is_taken_again_as_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(odd.Looking)
+    pair = Pair(toys.Looking)
     pair.steps(2)
     assert ways(pair) == {("compiled", "dispatch")}
     for scale in (0.5, 2.0, 4.0, 0.25):  # another number, and another path
-        monkeypatch.setitem(odd.SCALE, "of", scale)
+        monkeypatch.setitem(vars(sys.modules[toys.Looking.__module__])["SCALE"], "of", scale)
         pair.steps(2)
     assert ways(pair) == {("compiled", "dispatch")}
 
 
 def test_graphs_stay_a_family_when_the_first_one_is_dropped() -> None:
-    pair = Pair(odd.Subtracting, ((6, 4),), captures_anew=True)
+    pair = Pair(toys.LateInput, ((6, 4),), captures_anew=True)
     for step in range(3):
         pair.set("lr", 0.1 / (step + 1))
         pair.step()
     assert ways(pair) == {("compiled", "dispatch")}
 
 
-class Noisy(PerParameter):
-    """An operator whose meta function branches on the rate, which has no value while the step is recorded."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
-        param.sub_(grad + torch.randn_like(param), alpha=group["lr"])
+# An operator whose meta function branches on the rate, which has no value while the step is recorded.
+Noisy = toy("noisy")('param.sub_(grad + torch.randn_like(param), alpha=group["lr"])')
 
 
 @pytest.mark.filterwarnings("ignore::canzona_compile.errors.DrawsRandomNumbers")

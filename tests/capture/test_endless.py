@@ -7,44 +7,39 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import canzona_compile
 from canzona_compile import UnsupportedOptimizer
 from canzona_compile.rehearsal.endless import Endless, Lines
 from tests.harness.pairs import Pair, feed, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.traps.grammar import toy
+
+# Halves a matrix until it is small, which NaN never is.
+Halves = toy("halves")("""
+    small, count = grad.clone(), 0
+    while not float(small.norm()) < 1e-3:
+        small, count = small / 2, count + 1
+    param.sub_(cube(grad) * 0.01 * count)
+""")
 
 
-class Halves(PerParameter):
-    """Halves a matrix until it is small, which NaN never is."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        small, count = grad.clone(), 0
-        while not float(small.norm()) < 1e-3:
-            small, count = small / 2, count + 1
-        param.sub_(cube(grad) * 0.01 * count)
-
-
-class HalvesNumber(PerParameter):
-    """The same with a number, so that no operator is called meanwhile."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        small, count = float(grad.norm()), 0
-        while not small < 1e-3:
-            small, count = small / 2, count + 1
-        param.sub_(cube(grad) * 0.01 * count)
+# The same with a number, so that no operator is called meanwhile.
+HalvesNumber = toy("halves-number")("""
+    small, count = float(grad.norm()), 0
+    while not small < 1e-3:
+        small, count = small / 2, count + 1
+    param.sub_(cube(grad) * 0.01 * count)
+""")
 
 
-class Doubles(PerParameter):
-    """Doubles a matrix until it is large, which zeros never are."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        large, count = grad.clone(), 0
-        while float(large.norm()) < 1e3:
-            large, count = large * 2, count + 1
-        param.sub_(cube(grad) * 0.01 * count)
+# Doubles a matrix until it is large, which zeros never are.
+Doubles = toy("doubles")("""
+    large, count = grad.clone(), 0
+    while float(large.norm()) < 1e3:
+        large, count = large * 2, count + 1
+    param.sub_(cube(grad) * 0.01 * count)
+""")
 
 
 @pytest.mark.parametrize("kind", [Halves, HalvesNumber, Doubles])
@@ -52,16 +47,15 @@ def test_loops_that_odd_gradients_do_not_end(kind: Any) -> None:
     Pair(kind).steps(3)
 
 
-class Forever(PerParameter):
-    """Does not end for any gradient, and swallows errors."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        count = 0
-        while count >= 0:
-            try:
-                count += 1
-            except Exception:
-                count = 0
+# Does not end for any gradient, and swallows errors.
+Forever = toy("forever")("""
+    count = 0
+    while count >= 0:
+        try:
+            count += 1
+        except Exception:
+            count = 0
+""")
 
 
 def test_a_step_that_never_ends_is_refused() -> None:
@@ -101,12 +95,11 @@ def endless() -> None:
         number += 1
 
 
-class Eigenvalues(PerParameter):
-    """Divides by an eigenvalue of a matrix that LAPACK does not know to be symmetric."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        largest = torch.linalg.eigvals(grad @ grad.T).real.amax()
-        param.sub_(cube(grad) * 0.01 / (1 + largest))
+# Divides by an eigenvalue of a matrix that LAPACK does not know to be symmetric.
+Eigenvalues = toy("eigenvalues")("""
+    largest = torch.linalg.eigvals(grad @ grad.T).real.amax()
+    param.sub_(cube(grad) * 0.01 / (1 + largest))
+""")
 
 
 def take_eigenvalues() -> None:

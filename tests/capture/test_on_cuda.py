@@ -7,26 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import Muon, Optimizer
 
 from canzona_compile.capture.eager_parity import EagerParity
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from tests.harness.toy_optimizers import PerParameter
+from tests.harness.traps.grammar import toy
 
 GPU = torch.device("cuda", 0)
 
 
-class NamesTheDevice(PerParameter):
-    """Makes tensors on the parameter's device by name, and compares devices."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        assert grad.device == param.device
-        half = torch.full((), 0.5, device=param.device)
-        mask = torch.ones_like(grad) if str(param.device).startswith("cuda") else torch.zeros_like(grad)
-        param.add_(grad.to(param.device) * half * mask, alpha=-group["lr"])
+# Makes tensors on the parameter's device by name, and compares devices.
+NamesTheDevice = toy("names-the-device")("""
+    assert grad.device == param.device
+    half = torch.full((), 0.5, device=param.device)
+    mask = torch.ones_like(grad) if str(param.device).startswith("cuda") else torch.zeros_like(grad)
+    param.add_(grad.to(param.device) * half * mask, alpha=-group["lr"])
+""")
 
 
 # Others ask torch.cuda for the device while they are captured, as AdamW does, or decompose matrices there.

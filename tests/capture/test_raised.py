@@ -12,8 +12,8 @@ from torch import Tensor
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.raised import NoCollectives, Note, NotingFakeMode, NotingFunctions, Swallowed
 from tests.harness.pairs import Pair
-from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps import NAMED
+from tests.harness.traps.grammar import toy
 
 
 def read_number(x: Tensor) -> Any:
@@ -104,13 +104,12 @@ def test_a_step_that_catches_such_errors_is_interpreted_and_says_why(trap: str) 
     assert all("catches an error that only its capture has" in reason for reason in why), why
 
 
-class CatchesItsOwn(PerParameter):
-    """Catches an error that no operator raises."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        with contextlib.suppress(KeyError):
-            group["lr"] = group["schedule"][0]
-        param.sub_(cube(grad) * group["lr"])
+# Catches an error that no operator raises.
+CatchesItsOwn = toy("catches-its-own")("""
+    with contextlib.suppress(KeyError):
+        group["lr"] = group["schedule"][0]
+    param.sub_(cube(grad) * group["lr"])
+""")
 
 
 def test_errors_of_the_optimizers_own_void_nothing() -> None:

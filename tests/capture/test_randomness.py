@@ -16,15 +16,14 @@ from tests.harness.layouts import Case, Laid, full
 from tests.harness.marks import first
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import HostReading, PerParameter, State, cube
+from tests.harness.traps.grammar import toy
 
-
-class RandomState(PerParameter):
-    """Its first step begins with a random projection, as GaLore's does."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state["projection"] = torch.randn(len(param), len(param))
-        param.add_(state["projection"] @ grad, alpha=-group["lr"])
+# Its first step begins with a random projection, as GaLore's does.
+RandomState = toy("random-state")("""
+    if not state:
+        state["projection"] = torch.randn(len(param), len(param))
+    param.add_(state["projection"] @ grad, alpha=-group["lr"])
+""")
 
 
 class RandomWork(PerParameter):

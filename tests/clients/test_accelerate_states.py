@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import canzona_compile
 from canzona_compile import CanzonaError
 from tests.harness.accelerators import accelerator, fsdp2
+from tests.harness.beside import BesidePlain
 from tests.harness.layouts import full
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import different, feed, muon, parameters, wrapped_muon
+from tests.harness.pairs import Pair, feed, muon, parameters
 from tests.harness.ranks import run
 
 accelerate = pytest.importorskip("accelerate")
@@ -52,15 +52,13 @@ class Training:
         share_captures(self.inner)
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, self.inner, schedule(self.inner))
 
-    def steps(self, data: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Train; gives the whole gradients of each step, clipped, before it is taken."""
+    def steps(self, data: list[Tensor]) -> None:
         for batch in data:
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(self.model(batch).square().sum())
                 if self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
                     assert float(full(norm)) > LARGEST_NORM
-                    yield [full(p.grad).clone() for p in self.model.parameters()]
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
@@ -78,15 +76,11 @@ def equal(some: list[Tensor], others: list[Tensor]) -> list[bool]:
 
 def test_prepare_keeps_the_state_of_steps_before_it() -> None:
     """It takes the optimizer's state, moves it to its device and loads it."""
-    plain, wrapped = muon(parameters()), wrapped_muon()
-    for number in range(4):
-        if number == 2:
-            with accelerator() as made:
-                assert made.prepare(wrapped).optimizer is wrapped
-        for optimizer in (plain, wrapped):
-            feed(optimizer, number)
-            optimizer.step()
-        assert different(plain, wrapped) == []
+    pair = Pair()
+    pair.steps(2)
+    with accelerator() as made:
+        assert made.prepare(pair.wrapped).optimizer is pair.wrapped
+    pair.steps(2)
 
 
 def scaled(optimizer: Optimizer) -> Any:
@@ -98,17 +92,16 @@ def scaled(optimizer: Optimizer) -> Any:
 
 def test_a_scaler_steps_the_wrapped_optimizer() -> None:
     """Accelerate puts a step of its own on the instance for the time of a call."""
-    plain, wrapped = muon(parameters()), wrapped_muon()
+    pair = Pair()
     with accelerator():
-        prepared = scaled(wrapped)
-        for number in range(3):
-            for optimizer in (plain, wrapped):
-                feed(optimizer, number)
-            plain.step()
+        prepared = scaled(pair.wrapped)
+        for pair.number in range(3):
+            pair.feed()
+            pair.plain.step()
             prepared.step()
             assert not prepared.step_was_skipped
-    assert different(plain, wrapped) == []
-    assert len(wrapped.canzona.report().tasks) == 2
+    pair.check()
+    assert len(pair.report.tasks) == 2
 
 
 def test_an_optimizer_whose_step_is_hidden_is_refused() -> None:
@@ -126,28 +119,22 @@ def test_an_optimizer_whose_step_is_hidden_is_refused() -> None:
 # -- FSDP2 -------------------------------------------------------------------------------------
 
 
-def train_sharded() -> tuple[list[bool], list[str]]:
-    """Beside plain Muon on whole tensors, given the gathered gradients: a norm over shards is rounded otherwise."""
-    model = network()
-    plain = Muon(model.parameters(), lr=0.1)
-    scheduler = schedule(plain)
-    with fsdp2() as made:
+def train_sharded() -> tuple[list[str], list[str]]:
+    """Beside plain Muon, given the gathered gradients: a norm over shards is rounded otherwise."""
+    with fsdp2() as made, BesidePlain() as beside:
         training = Training(made)
-        for gradients in training.steps(batches()):
-            for param, grad in zip(model.parameters(), gradients, strict=True):
-                param.grad = grad
-            plain.step()
-            for _ in range(made.num_processes):  # as Accelerate does it
-                scheduler.step()
+        training.steps(batches())
         owners = [str(task.owner) for task in training.inner.canzona.report().tasks]
-        return equal(training.weights(), list(model.parameters())), owners
+        # Accelerate steps a schedule once per rank.
+        assert training.inner.param_groups[0]["lr"] == pytest.approx(0.1 / (1 + BATCHES // 2 * made.num_processes))
+        return beside.finish(), owners
 
 
 @pytest.mark.full
 @pytest.mark.ranks
 def test_clipped_under_fsdp2() -> None:
-    for same, owners in run(2, train_sharded):
-        assert same == [True] * MATRICES
+    for wrong, owners in run(2, train_sharded):
+        assert wrong == []
         assert set(owners) == {"0", "1"}
 
 
@@ -156,10 +143,10 @@ def resume_sharded(folder: str) -> list[list[bool]]:
     data, half = batches(), BATCHES // 2
     with fsdp2() as made:
         whole = Training(made)
-        list(whole.steps(data[:half]))
+        whole.steps(data[:half])
         made.save_state(folder)
         weights = whole.weights()
-        list(whole.steps(data[half:]))
+        whole.steps(data[half:])
     found = []
     for load in (True, False):
         with fsdp2() as made:
@@ -167,7 +154,7 @@ def resume_sharded(folder: str) -> list[list[bool]]:
             if load:
                 made.load_state(folder)
                 found.append(equal(resumed.weights(), weights))
-            list(resumed.steps(data[half:]))
+            resumed.steps(data[half:])
             found.append(equal(resumed.weights(), whole.weights()))
     return found
 

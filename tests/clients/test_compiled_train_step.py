@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from tests.harness.marks import full
-from tests.harness.odd_optimizers import DecoratedMuon
 from tests.harness.ranks import run
+from tests.harness.toys import DecoratedMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Dynamo about plain train steps
 KINDS: dict[str, Callable[[Any], Optimizer]] = {

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.optim import Muon
 
 import canzona_compile
-from tests.harness.layouts import full
+from tests.harness.beside import BesidePlain
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import different_params
 from tests.harness.ranks import run
 
 STEPS = 4
@@ -90,37 +89,32 @@ WAYS: dict[str, Callable[[], Any]] = {
 # -- training ----------------------------------------------------------------------------------------
 
 
-def muon(params: Any, wrap: bool) -> Any:
+def muon(params: Any) -> Any:
     optimizer = Muon(params, lr=0.1)
-    if wrap:
-        share_captures(canzona_compile.wrap(optimizer))
+    share_captures(canzona_compile.wrap(optimizer))
     return optimizer
 
 
 def alone() -> None:
     model = model_of()
-    optimizer = muon(model.named_parameters(), wrap=True)
+    optimizer = muon(model.named_parameters())
     for step in range(2):
         loss_of(model, step).backward()
         optimizer.step()
 
 
 def train(way: str) -> tuple[list[str], list[str]]:
-    """What differs from the plain optimizer after each step, and the names of the tasks."""
-    model, whole = WAYS[way](), [p.detach().clone() for p in model_of().parameters()]
-    optimizer, plain = muon(model.named_parameters(), wrap=True), muon(whole, wrap=False)
-    wrong: list[str] = []
-    for step in range(STEPS):
-        loss_of(model, step).backward()
-        for one, param in zip(whole, model.parameters(), strict=True):
-            one.grad = full(param.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.step()
-        wrong += [f"{what} after step {step}" for what in different_params(plain, optimizer)]
+    """What differs from the plain optimizer, and the names of the tasks."""
+    model = WAYS[way]()
+    optimizer = muon(model.named_parameters())
+    with BesidePlain() as beside:
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     report = optimizer.canzona.report()
     assert report.fallbacks == {}
-    return wrong, [task.name for task in report.tasks]
+    return beside.finish(), [task.name for task in report.tasks]
 
 
 @pytest.mark.ranks
@@ -136,28 +130,21 @@ def test_a_way(way: str) -> None:
 def train_in_backward() -> list[str]:
     """One optimizer per parameter, which steps as soon as its gradient is complete."""
     model = sharded(model_of())
-    params, whole = list(model.parameters()), [p.detach().clone() for p in model_of().parameters()]
-    plain = {param: muon([one], wrap=False) for param, one in zip(params, whole, strict=True)}
-    own = {param: muon([(name, param)], wrap=True) for name, param in model.named_parameters()}
+    own = {param: muon([(name, param)]) for name, param in model.named_parameters()}
     stepped: list[Any] = []
 
     def step(param: Any) -> None:
-        (one,) = plain[param].param_groups[0]["params"]
-        one.grad = full(param.grad)
         own[param].step()
-        plain[param].step()
         own[param].zero_grad()
         stepped.append(param)
 
-    for param in params:
+    for param in own:
         param.register_post_accumulate_grad_hook(step)
-    wrong: list[str] = []
-    for number in range(STEPS):
-        loss_of(model, number).backward()
-        pairs = [(plain[param], own[param]) for param in params]
-        wrong += [f"parameter {i} after step {number}" for i, pair in enumerate(pairs) if different_params(*pair)]
-    assert len(stepped) == STEPS * len(params)
-    return wrong
+    with BesidePlain() as beside:
+        for number in range(STEPS):
+            loss_of(model, number).backward()
+    assert len(stepped) == STEPS * len(own)
+    return beside.finish()
 
 
 @pytest.mark.ranks

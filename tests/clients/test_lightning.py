@@ -15,9 +15,8 @@ from torch.optim import Muon
 from torch.utils.data import DataLoader
 
 import canzona_compile
+from tests.harness.beside import BesidePlain
 from tests.harness.frameworks import running_ranks
-from tests.harness.layouts import full
-from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
 
 lightning = pytest.importorskip("lightning.pytorch", reason="the package lightning is not installed")
@@ -36,9 +35,6 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.model: Any = None
-        self.whole = [p.detach().clone() for p in model_of().parameters()]  # a list: these are no parameters of it
-        self.plain = Muon(self.whole, lr=0.05)
-        self.wrong: list[str] = []
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -49,18 +45,6 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
     def configure_optimizers(self) -> Any:
         return canzona_compile.wrap(Muon(self.model.parameters(), lr=0.05), strategy="owner")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for one, param in zip(self.whole, self.model.parameters(), strict=True):
-            one.grad = full(param.grad)
-        self.plain.step()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
-        self.wrong += [
-            f"parameter {i} after step {number}"
-            for i, (one, param) in enumerate(zip(self.whole, self.model.parameters(), strict=True))
-            if not same_bits(full(param.detach()), one)
-        ]
 
 
 def train(folder: Path) -> tuple[list[str], int, list[str]]:
@@ -82,9 +66,10 @@ def train(folder: Path) -> tuple[list[str], int, list[str]]:
         enable_model_summary=False,
     )
     data = torch.randn(8 * STEPS, 12, generator=torch.Generator().manual_seed(1))
-    trainer.fit(module, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    with BesidePlain() as beside:
+        trainer.fit(module, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
     report = trainer.optimizers[0].canzona.report()
-    return module.wrong, report.world_size, sorted({task.strategy for task in report.tasks})
+    return beside.finish(), report.world_size, sorted({task.strategy for task in report.tasks})
 
 
 @pytest.mark.ranks

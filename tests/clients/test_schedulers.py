@@ -15,26 +15,22 @@ from torch.optim.swa_utils import SWALR
 
 from tests.harness.marks import first
 from tests.harness.pairs import Pair, same_bits
-from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.traps.grammar import toy
 
 STEPS = 12
 ONE_SHAPE = ((6, 4),)
 
 
-class Betas(PerParameter):
-    """Reads two betas, as Adam does, but works on whole matrices: schedules that cycle momentum cycle the first."""
-
-    def __init__(self, params: list[Any]) -> None:
-        super().__init__(params, lr=0.05, betas=(0.9, 0.99))
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state.update(mean=torch.zeros_like(param), square=torch.zeros_like(param))
-        first, second = group["betas"]
-        state["mean"].lerp_(grad, 1 - first)
-        state["square"].mul_(second).addcmul_(grad, grad, value=1 - second)
-        update = state["mean"] / (state["square"].sqrt() + 1e-8)
-        param.add_(cube(update / update.norm()), alpha=-group["lr"])
+# Reads two betas, as Adam does, but works on whole matrices: schedules that cycle momentum cycle the first.
+Betas = toy("betas", hypers="lr=0.05, betas=(0.9, 0.99)")("""
+    if not state:
+        state.update(mean=torch.zeros_like(param), square=torch.zeros_like(param))
+    first, second = group["betas"]
+    state["mean"].lerp_(grad, 1 - first)
+    state["square"].mul_(second).addcmul_(grad, grad, value=1 - second)
+    update = state["mean"] / (state["square"].sqrt() + 1e-8)
+    param.add_(cube(update / update.norm()), alpha=-group["lr"])
+""")
 
 
 def halves(step: int) -> float:

@@ -13,15 +13,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.runtime import meeting
 from tests.end_to_end.test_published_optimizers import MuonAndAdam
-from tests.harness.layouts import full
+from tests.harness.beside import BesidePlain
 from tests.harness.marks import first
-from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
 
 transformers = pytest.importorskip("transformers")
@@ -201,31 +200,13 @@ def test_under_ddp(tmp_path: Path, save: str) -> None:
 # -- under FSDP2 -------------------------------------------------------------------------------------
 
 
-class Beside(transformers.TrainerCallback):  # type: ignore[misc]
-    """Steps the plain optimizer on whole tensors with the gradients and the rate that the Trainer's own step gets."""
-
-    def __init__(self) -> None:
-        self.whole = [nn.Parameter(p.detach().clone()) for p in model_of().parameters()]
-        self.plain: Any = Mixed(self.whole)
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
-    ) -> None:
-        for group in self.plain.param_groups:
-            group["lr"] = optimizer.param_groups[0]["lr"]
-        for param, sharded in zip(self.whole, model.parameters(), strict=True):
-            param.grad = full(sharded.grad)
-        self.plain.step()
-
-
-def train_sharded(folder: str) -> tuple[list[int], int, list[str]]:
-    """The parameters that differ at the end, the number of ranks, and how matrices are computed."""
+def train_sharded(folder: str) -> tuple[list[str], int, list[str]]:
+    """What differs from the plain optimizer, the number of ranks, and how matrices are computed."""
     import accelerate
 
-    beside = Beside()
     kind = canzona_compile.wrap_cls(Mixed, strategy="owner")
     with as_launched():
-        trainer = trainer_of(Path(folder), save="no", callbacks=[beside], **by_class(kind))
+        trainer = trainer_of(Path(folder), save="no", **by_class(kind))
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2,
             cpu_ram_efficient_loading=False,
@@ -235,10 +216,10 @@ def train_sharded(folder: str) -> tuple[list[int], int, list[str]]:
         state, fsdp = trainer.accelerator.state, accelerate.DistributedType.FSDP
         accelerate.PartialState().distributed_type = fsdp  # where there are only CPUs it would take FSDP for DDP
         state.distributed_type, state.fsdp_plugin, trainer.is_fsdp_enabled = fsdp, plugin, True
-        trainer.train()
+        with BesidePlain() as beside:
+            trainer.train()
         report = wrapped_inside(trainer).canzona.report()
-        pairs = zip(trainer.model.parameters(), beside.whole, strict=True)
-        wrong = [i for i, (sharded, param) in enumerate(pairs) if not same_bits(full(sharded.detach()), param.detach())]
+        wrong = beside.finish()
     return wrong, report.world_size, sorted({task.strategy for task in report.tasks})
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Muon, Optimizer
+from torch.optim import Muon
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -29,7 +29,7 @@ import canzona_compile
 from tests.harness.layouts import full, mesh_of
 from tests.harness.marks import also, first
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import same_bits
+from tests.harness.pairs import different, same_bits, unlike
 from tests.harness.ranks import run
 
 BATCH, WIDTHS = 8, (12, 20, 12, 20)  # two shapes, that little has to be captured
@@ -55,41 +55,43 @@ def loss_of(model: Any, step: int) -> Tensor:
     return F.mse_loss(model(inputs), targets)
 
 
-def optimizer_of(model: Any, wrap: bool, **options: Any) -> Any:
-    optimizer: Any = Muon(model.named_parameters(), lr=0.05, weight_decay=0.1)
-    if wrap:
-        canzona_compile.wrap(optimizer, **options)
-        share_captures(optimizer)
-    return optimizer
-
-
 class Loop:
     """A model and its optimizer; two loops are equal where all that they hold has equal bits."""
 
-    def __init__(self, wrap: bool, model: Any = None) -> None:
+    def __init__(self, wrap: bool, model: Any = None, trained: Any = None, **options: Any) -> None:
         self.model = model_of() if model is None else model
-        self.optimizer = optimizer_of(self.model, wrap)
+        self.trained = trained or self.model  # what is called
+        self.optimizer: Any = Muon(self.model.named_parameters(), lr=0.05, weight_decay=0.1)
+        if wrap:
+            canzona_compile.wrap(self.optimizer, **options)
+            share_captures(self.optimizer)
 
     def step(self, number: int) -> None:
         self.optimizer.zero_grad()
-        loss_of(self.model, number).backward()
+        loss_of(self.trained, number).backward()
         self.optimizer.step()
 
     def steps(self, *numbers: int) -> None:
         for number in numbers:
             self.step(number)
 
+    def values(self) -> list[Tensor]:
+        """The parameters, whole (a collective)."""
+        return [full(param).clone() for param in self.model.parameters()]
+
 
 def loops() -> tuple[Loop, Loop]:
     return Loop(wrap=False), Loop(wrap=True)
 
 
-def values(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """All that training changes, whole (a collective)."""
-    found = {name: full(value) for name, value in model.state_dict().items()}
-    for i, state in optimizer.state_dict()["state"].items():
-        found.update({f"{leaf} of {i}": full(value) for leaf, value in state.items()})
-    return found
+def on_a_rank(**options: Any) -> tuple[Loop, Loop]:
+    """A plain loop, and a wrapped one under FSDP2."""
+    model = fully_shard(model_of(), mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    return Loop(wrap=False), Loop(wrap=True, model=model, strategy="owner", **options)
+
+
+def moved(before: list[Tensor], loop: Loop) -> bool:
+    return not all(map(same_bits, before, loop.values()))
 
 
 def step_alone() -> None:
@@ -100,21 +102,18 @@ def step_alone() -> None:
 ALONE = partial(step_alone)
 
 
-def differing(plain: tuple[nn.Module, Any], wrapped: tuple[nn.Module, Any]) -> list[str]:
+def differing(plain: Loop, wrapped: Loop) -> list[str]:
     """What has other bits; that both have moved, and the wrapped one by graphs, is a condition of asking."""
-    assert not canzona_compile.is_wrapped(plain[1])
-    report = wrapped[1].canzona.report()
+    assert not canzona_compile.is_wrapped(plain.optimizer)
+    report = wrapped.optimizer.canzona.report()
     assert report.fallbacks == {}
-    assert len(report.tasks) == len(WIDTHS) - 1
-    one, two = values(*plain), values(*wrapped)
-    assert one.keys() == two.keys()
-    assert len(one) == 2 * (len(WIDTHS) - 1)
-    assert not all(same_bits(one[name], value) for name, value in model_of().state_dict().items())
-    return [name for name in one if not same_bits(one[name], two[name])]
+    assert len(report.tasks) == len(plain.optimizer.state) == len(WIDTHS) - 1
+    assert moved(list(model_of().parameters()), plain)
+    return different(plain.optimizer, wrapped.optimizer)
 
 
 def check(plain: Loop, wrapped: Loop) -> None:
-    assert differing((plain.model, plain.optimizer), (wrapped.model, wrapped.optimizer)) == []
+    assert differing(plain, wrapped) == []
 
 
 # -- loss scaling and clipping -----------------------------------------------------------------
@@ -125,9 +124,9 @@ def test_scaled_and_clipped_steps_of_which_one_is_skipped() -> None:
     both, ends = loops(), []
     for loop in both:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        moved, scales, norms = [], [], []
+        went, scales, norms = [], [], []
         for step in range(6):
-            before = {name: value.clone() for name, value in values(loop.model, loop.optimizer).items()}
+            before, state = loop.values(), copy.deepcopy(loop.optimizer.state_dict())
             loop.optimizer.zero_grad()
             loss = loss_of(loop.model, step) * (float("inf") if step == 2 else 1.0)
             scaler.scale(loss).backward()
@@ -135,10 +134,9 @@ def test_scaled_and_clipped_steps_of_which_one_is_skipped() -> None:
             norms.append(float(nn.utils.clip_grad_norm_(loop.model.parameters(), MOST)))
             scaler.step(loop.optimizer)
             scaler.update()
-            after = values(loop.model, loop.optimizer)
-            moved.append(any(name not in before or not same_bits(before[name], after[name]) for name in after))
+            went.append(moved(before, loop) or bool(unlike("", loop.optimizer.state_dict(), state)))
             scales.append(scaler.get_scale())
-        assert moved == [True, True, False, True, True, True]
+        assert went == [True, True, False, True, True, True]
         assert min(norms[:2] + norms[3:]) > MOST, "nothing is clipped"
         ends.append((scales, norms[:2] + norms[3:]))
     assert ends[0] == ends[1]
@@ -148,23 +146,20 @@ def test_scaled_and_clipped_steps_of_which_one_is_skipped() -> None:
 
 def clip_on_ranks(norm_type: float) -> tuple[list[str], list[bool], bool]:
     """FSDP2's norm is a DTensor of partial norms; what is clipped are the gradients that `step` sees."""
-    model = model_of()
-    fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
-    alone = model_of()
-    optimizer, plain = optimizer_of(model, wrap=True, strategy="owner"), optimizer_of(alone, wrap=False)
+    alone, loop = on_a_rank()
     clipped, partial = [], True
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        raw = [full(p.grad).clone() for p in model.parameters()]
-        norm = nn.utils.clip_grad_norm_(model.parameters(), MOST, norm_type=norm_type)
+        loop.optimizer.zero_grad()
+        loss_of(loop.model, step).backward()
+        raw = [full(p.grad).clone() for p in loop.model.parameters()]
+        norm = nn.utils.clip_grad_norm_(loop.model.parameters(), MOST, norm_type=norm_type)
         partial = partial and isinstance(norm, DTensor)
-        for param, own, before in zip(alone.parameters(), model.parameters(), raw, strict=True):
+        for param, own, before in zip(alone.model.parameters(), loop.model.parameters(), raw, strict=True):
             param.grad = full(own.grad).clone()
             clipped.append(not torch.equal(param.grad, before))
-        optimizer.step()
-        plain.step()
-    return differing((alone, plain), (model, optimizer)), clipped, partial
+        loop.optimizer.step()
+        alone.optimizer.step()
+    return differing(alone, loop), clipped, partial
 
 
 @pytest.mark.ranks
@@ -175,23 +170,21 @@ def test_clipping_on_ranks(norm_type: float) -> None:
 
 def scale_on_ranks() -> tuple[list[str], list[bool], float]:
     """One infinite element, on the last rank: GradScaler has to make all ranks skip that step."""
-    model, alone = model_of(), Loop(wrap=False)
-    fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
-    optimizer = optimizer_of(model, wrap=True, strategy="owner")
+    alone, loop = on_a_rank()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    moved = []
+    went = []
     for step in range(4):
-        optimizer.zero_grad()
-        before = [full(p).clone() for p in model.parameters()]
-        scaler.scale(loss_of(model, step)).backward()
+        loop.optimizer.zero_grad()
+        before = loop.values()
+        scaler.scale(loss_of(loop.model, step)).backward()
         if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            model[0].weight.grad.to_local()[0, 0] = float("inf")
-        scaler.step(optimizer)
+            loop.model[0].weight.grad.to_local()[0, 0] = float("inf")
+        scaler.step(loop.optimizer)
         scaler.update()
-        moved.append(not all(same_bits(full(p), old) for p, old in zip(model.parameters(), before, strict=True)))
+        went.append(moved(before, loop))
         if step != 1:
             alone.step(step)  # scales are powers of two, so that unscaled gradients have the bits of these
-    return differing((alone.model, alone.optimizer), (model, optimizer)), moved, scaler.get_scale()
+    return differing(alone, loop), went, scaler.get_scale()
 
 
 @pytest.mark.ranks
@@ -204,33 +197,29 @@ def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
 
 def accumulate(parallelism: str) -> tuple[list[str], int]:
     """Two backward passes per step, of which the first does not reduce."""
-    model = model_of()
-    world = dist.get_world_size()
-    trained: Any = model
     if parallelism == "fsdp":
-        trained = fully_shard(model, mesh=mesh_of((world,), ("dp",)))
+        alone, loop = on_a_rank()
     else:
-        trained = DistributedDataParallel(model)
-    replicate = None if parallelism == "fsdp" else dist.group.WORLD
-    optimizer = optimizer_of(model, wrap=True, strategy="owner", replicate=replicate)
-    alone = Loop(wrap=False)
+        model, alone = model_of(), Loop(wrap=False)
+        options: Any = {"strategy": "owner", "replicate": dist.group.WORLD}
+        loop = Loop(wrap=True, model=model, trained=DistributedDataParallel(model), **options)
     for step in range(4):
-        optimizer.zero_grad()
+        loop.optimizer.zero_grad()
         if parallelism == "fsdp":
-            trained.set_requires_gradient_sync(False)
-            loss_of(trained, 2 * step).backward()
-            trained.set_requires_gradient_sync(True)
+            loop.model.set_requires_gradient_sync(False)
+            loss_of(loop.model, 2 * step).backward()
+            loop.model.set_requires_gradient_sync(True)
         else:
-            with trained.no_sync():
-                loss_of(trained, 2 * step).backward()
-        loss_of(trained, 2 * step + 1).backward()
-        optimizer.step()
+            with loop.trained.no_sync():
+                loss_of(loop.trained, 2 * step).backward()
+        loss_of(loop.trained, 2 * step + 1).backward()
+        loop.optimizer.step()
         alone.optimizer.zero_grad()
         for part in range(2):
             loss_of(alone.model, 2 * step + part).backward()
         alone.optimizer.step()
-    owners = {task.owner for task in optimizer.canzona.report().tasks}
-    return differing((alone.model, alone.optimizer), (model, optimizer)), len(owners)
+    owners = {task.owner for task in loop.optimizer.canzona.report().tasks}
+    return differing(alone, loop), len(owners)
 
 
 @pytest.mark.ranks
@@ -270,21 +259,14 @@ def test_averaged_models(rule: Callable[..., Any] | None) -> None:
 
 def averaged_on_ranks() -> tuple[bool, list[str]]:
     """Of fragments in a list, as `AveragedModel` copies its model and FSDP2 refuses that."""
-    model, alone = model_of(), Loop(wrap=False)
-    fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
-    optimizer = optimizer_of(model, wrap=True, strategy="owner")
+    both = on_a_rank()
     rule = get_ema_multi_avg_fn(0.9)
-    own = [p.detach().clone() for p in model.parameters()]
-    theirs = [p.detach().clone() for p in alone.model.parameters()]
+    averages = [[p.detach().clone() for p in loop.model.parameters()] for loop in both]
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-        alone.step(step)
-        rule(own, [p.detach() for p in model.parameters()], step)
-        rule(theirs, [p.detach() for p in alone.model.parameters()], step)
-    same = all(same_bits(full(a), b) for a, b in zip(own, theirs, strict=True))
-    return same, differing((alone.model, alone.optimizer), (model, optimizer))
+        for loop, average in zip(both, averages, strict=True):
+            loop.step(step)
+            rule(average, [p.detach() for p in loop.model.parameters()], step)
+    return all(same_bits(a, full(b)) for a, b in zip(*averages, strict=True)), differing(*both)
 
 
 @pytest.mark.ranks

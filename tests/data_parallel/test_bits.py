@@ -19,7 +19,7 @@ from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
-from tests.harness.toy_habits import NewData
+from tests.harness.toys import NewData
 
 STEPS = 12
 BUCKETS = 40_000  # bytes: several buckets, uniform and uneven ones

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tests.docs.beside_plain import BesidePlain
 from tests.docs.watched_chains import Trained, WatchedChains
+from tests.harness.beside import BesidePlain
 from tests.harness.ranks import run
 from tests.harness.verdicts import reached
 

@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import canzona_compile
 from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
-from tests.harness import toy_optimizers as toys
+from tests.harness import toys
 from tests.harness.marks import also, first, full
 from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
+from tests.harness.toy_optimizers import GlobalNorm, GlobalNormOnHost, HostReading, TwoKinds
 from tests.harness.traps import NAMED
 
 MIXED = ((6, 4), (4, 6), (7,), (5, 3))
@@ -54,7 +55,7 @@ def test_elementwise_optimizers_stay_on_their_rank(name: str) -> None:
 
 
 def test_groups_without_matrices() -> None:
-    pair = Pair(lambda params: toys.TwoKinds([{"params": params}, {"params": []}]), ((7,), (3,)))
+    pair = Pair(lambda params: TwoKinds([{"params": params}, {"params": []}]), ((7,), (3,)))
     pair.steps(3)
     assert (pair.report.tasks, len(pair.report.local)) == ((), 2)
 
@@ -62,7 +63,7 @@ def test_groups_without_matrices() -> None:
 def test_matrices_and_elementwise_groups_in_one_optimizer() -> None:
     def make(params: list[Any]) -> Optimizer:
         groups = [{"params": params[:2], "use_muon": True}, {"params": params[2:], "use_muon": False}]
-        return toys.TwoKinds(groups)
+        return TwoKinds(groups)
 
     pair = Pair(make, MIXED)
     pair.step()
@@ -175,9 +176,9 @@ def test_counters_in_groups_and_on_the_optimizer(kind: type[Optimizer]) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (toys.HostReading, "toy_optimizers.py, line "),
-        (toys.HostReading, ": if update.norm().item() > 10:"),
-        (toys.HostReading, "its step needs tensor values"),
+        (HostReading, "toy_optimizers.py, line "),
+        (HostReading, ": if update.norm().item() > 10:"),
+        (HostReading, "its step needs tensor values"),
         (toys.ObjectKeeping, "a Python object: 'tally'"),
     ],
 )
@@ -192,7 +193,7 @@ def test_what_cannot_be_traced_is_interpreted_and_says_why(kind: type[Optimizer]
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (toys.Breaking, "the step breaks into several graphs with tensor work; toy_optimizers.py, line "),
+        (toys.Breaking, "the step breaks into several graphs with tensor work; breaking.py, line "),
         (toys.ConstantMaking, "its step makes tensors of Python numbers"),
         (toys.CompilationAware, "the code depends on being compiled"),
     ],
@@ -214,7 +215,7 @@ def test_interpreted_tasks_keep_their_state_in_copies_and_checkpoints() -> None:
     pair.steps(2)
     canzona_compile.wrap(pair.wrapped)
     pair.steps(2)
-    assert [s["tally"].steps for s in pair.wrapped.state.values()] == [6, 6]
+    assert [s["tally"].ticks for s in pair.wrapped.state.values()] == [6, 6]
 
 
 # -- optimizers that are refused ---------------------------------------------------------------
@@ -223,8 +224,8 @@ def test_interpreted_tasks_keep_their_state_in_copies_and_checkpoints() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (toys.GlobalNorm, "updates parameters together"),
-        (toys.GlobalNormOnHost, "updates parameters together"),
+        (GlobalNorm, "updates parameters together"),
+        (GlobalNormOnHost, "updates parameters together"),
         (toys.CountingPerParameter, "updates parameters together"),
         (toys.CountingInAList, "changes self.norms[0]"),
         (toys.AveragingOnItself, "changes self.average"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,16 @@ import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from examples.optimizers.soap import SOAP
 from tests.data_parallel.models import Model, batch, different, different_state, hidden, others
-from tests.harness.layouts import Case, Laid, local, mesh_of
+from tests.harness.checkpointing import EVERY
+from tests.harness.layouts import ALONE, Case, local, mesh_of
 from tests.harness.marks import first
-from tests.harness.optimizers import share_captures, shared_captures
+from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.training import ALONE, Outcome, Training, check, on_ranks, plain_run
-from tests.harness.training import train as train_recipe
+from tests.harness.training import Training, check, on_ranks, ready
 
 HIDDEN = ((12, 8), (8, 12), (9, 7), (7, 9), (12, 8))
-SOAPED = ((10, 6), (6, 10))
+SOAPED = ((7, 4), (5, 5))  # with the period, as in tests/harness/checkpointing.py: it is captured once for all
 REST = ((20, 8), (5, 3))
 
 
@@ -39,7 +39,7 @@ def two(params: list[Any]) -> Chain:
 
 
 def three(params: list[Any]) -> Chain:
-    return chain(Muon(params[:5], lr=0.1), SOAP(params[5:7], lr=0.1, every=2), AdamW(params[7:], lr=0.01))
+    return chain(Muon(params[:5], lr=0.1), SOAP(params[5:7], lr=0.1, every=EVERY), AdamW(params[7:], lr=0.01))
 
 
 def by_step(optimizer: Any) -> Any:
@@ -52,14 +52,10 @@ def by_step(optimizer: Any) -> Any:
     return change
 
 
-RECIPES = {
+TRAININGS = {
     make.__name__: Training(make, (*HIDDEN, *SOAPED, *REST), steps=5, schedule=by_step, sizes=(0.1, 1e-2))
     for make in (two, three)
 }
-
-
-def train(recipe: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    return train_recipe(RECIPES[recipe], cases, dtype, **options)
 
 
 CASES = [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,)), Case("tp_rows", (2,)), Case("fsdp_tp", (2, 2))]
@@ -69,7 +65,7 @@ CASES = [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,)), Case("tp_r
 @pytest.mark.parametrize("case", first(CASES, 2), ids=str)
 @pytest.mark.parametrize("recipe", ["three", *first(["two"], 0)])
 def test_layouts(recipe: str, case: Case) -> None:
-    outcomes = on_ranks(train, recipe, [case], torch.float32, strategy="owner", restored=case.layout == "fsdp")
+    outcomes = on_ranks(__name__, recipe, [case], strategy="owner", restored=case.layout == "fsdp")
     report = check(outcomes)
     matrices = {"two": 5, "three": 7}[recipe]
     assert len(report["tasks"]) == matrices
@@ -82,14 +78,14 @@ def unequal(params: list[Any]) -> Chain:
     return chain(Muon(params[:3], lr=0.1), Muon(params[3:], lr=0.1))
 
 
-RECIPES["unequal"] = Training(
+TRAININGS["unequal"] = Training(
     unequal, ((64, 64), (8, 8), (8, 8), (64, 64), (8, 8), (8, 8)), steps=2, schedule=by_step, sizes=(0.1, 1e-2)
 )
 
 
 @pytest.mark.ranks
 def test_owners_are_balanced_over_all_optimizers() -> None:
-    outcomes = on_ranks(train, "unequal", [Case("fsdp", (2,))], torch.float32, strategy="owner")
+    outcomes = on_ranks(__name__, "unequal", [Case("fsdp", (2,))], strategy="owner")
     tasks = check(outcomes)["tasks"]
     heavy = [task["owner"] for task in tasks if task["shape"] == [64, 64]]
     assert len(heavy) == 2
@@ -98,23 +94,17 @@ def test_owners_are_balanced_over_all_optimizers() -> None:
 
 def measured() -> dict[int, Any]:
     """Seconds of each act of the second optimizer, by rank and step."""
-    plain = plain_run(RECIPES["two"], torch.float32)
-    laid = Laid(plain.first, Case("fsdp", (2,)))
-    made: Any = canzona_compile.wrap(two(laid.params))
-    share_captures(made)
-    for step in range(4):
-        if step == 2:
-            made.canzona.measure(2)
-        for i, param in enumerate(laid.params):
-            param.grad = laid.like_param(plain.grads[step][i], i)
-        made.step()
-    return {rank: times.acts for rank, times in made.canzona.sessions[1].measuring.found.ranks.items()}
+    pair = beside(two, Case("fsdp", (2,)))
+    pair.steps(2)
+    pair.wrapped.canzona.measure(2)
+    pair.steps(2)
+    return {rank: times.acts for rank, times in pair.wrapped.canzona.sessions[1].measuring.found.ranks.items()}
 
 
 @pytest.mark.ranks
 def test_all_ranks_measure_all_optimizers() -> None:
     """The elementwise one shares no task with another rank, and its figures come from all of them all the same."""
-    for found in run(2, measured, after=partial(train, "two", [ALONE], torch.float32)):
+    for found in run(2, measured, after=ready(__name__, "two")):
         assert sorted(found) == [0, 1]
         assert all(acts["local"] > 0 for steps in found.values() for acts in steps)
 
@@ -150,7 +140,7 @@ def refused_on_one_rank(missing: bool) -> str:
 @pytest.mark.ranks
 @pytest.mark.parametrize("missing", [True, False], ids=["gradient", "rate"])
 def test_what_one_optimizer_refuses_none_has_begun(missing: bool) -> None:
-    found = run(2, refused_on_one_rank, missing, after=partial(train, "three", [ALONE], torch.float32))
+    found = run(2, refused_on_one_rank, missing, after=ready(__name__, "three"))
     assert found == ["InvalidGradient" if missing else "RankMismatch"] * 2
 
 
@@ -203,7 +193,7 @@ def hooks_that_change(case: Case) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", first([Case("fsdp", (2,)), Case("ddp", (2,))]), ids=str)
 def test_hooks_of_one_optimizer_may_change_its_step(case: Case) -> None:
-    run(2, hooks_that_change, case, after=partial(train, "three", [ALONE], torch.float32))
+    run(2, hooks_that_change, case, after=ready(__name__, "three"))
 
 
 def other_members() -> str:
@@ -243,7 +233,7 @@ def grown(first: int) -> int:
 @pytest.mark.ranks
 @pytest.mark.parametrize("first", [0, 1])
 def test_one_of_them_plans_anew(first: int) -> None:
-    assert run(2, grown, first, after=partial(train, "two", [ALONE], torch.float32)) == [5, 5]
+    assert run(2, grown, first, after=ready(__name__, "two")) == [5, 5]
 
 
 def wrong_before_the_first_step() -> str:

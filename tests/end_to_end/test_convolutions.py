@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.harness.layouts import Case
+from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import also, first
 from tests.harness.optimizers import orthogonal
 from tests.harness.pairs import Pair
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, State
-from tests.harness.training import ALONE
 
 SHAPES = ((9, 4, 3, 3), (8, 8, 1, 1), (2, 5, 3, 2), (7, 6))
 

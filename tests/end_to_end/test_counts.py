@@ -1,4 +1,4 @@
-"""Bytes, collectives and captures, counted from outside: by replacing c10d's functions, and by Dynamo's backend."""
+"""Bytes and collectives, counted from outside, by replacing c10d's functions."""
 
 from __future__ import annotations
 
@@ -13,24 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.optim.lr_scheduler import OneCycleLR
 
-import canzona_compile
-from canzona_compile.capture.dynamo_recorder import DynamoRecorder
 from canzona_compile.runtime import channel
-from tests.harness.layouts import Case, Laid, replicate_of
+from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import crossed, first, full
-from tests.harness.optimizers import (
-    EVEN,
-    MUON_GROUPS,
-    UNEVEN,
-    GroupSpec,
-    Shape,
-    muon,
-    param_groups,
-    shapes_of,
-    share_captures,
-)
+from tests.harness.optimizers import EVEN, UNEVEN, Shape, muon
+from tests.harness.pairs import Pair
 from tests.harness.ranks import collectives, run
 
 # -- on the ranks ----------------------------------------------------------------------------------
@@ -145,32 +133,19 @@ def note_bytes(
 
 def count(case: Case, shapes: Sequence[Shape], **options: Any) -> Traffic:
     """The traffic of the third step."""
-    random = torch.Generator().manual_seed(1)
-    values = [torch.randn(s, generator=random) for s in shapes]
-    laid = Laid(values, case)
-    optimizer: Any = muon([{"params": laid.params}])
-    canzona_compile.wrap(optimizer, replicate=replicate_of(case), **options)
-    share_captures(optimizer)
-    for i, param in enumerate(laid.params):
-        param.grad = laid.like_param(values[i], i)
-    for _ in range(2):
-        optimizer.step()
-    traffic = Traffic()
-    before = collectives()
+    pair = Pair(lambda params: muon([{"params": params}]), shapes, case, **options)
+    pair.go(2)
+    pair.feed()
+    traffic, before = Traffic(), collectives()
     with observed(traffic):
-        optimizer.step()
-    return Traffic(
-        traffic.functions,
-        traffic.sent,
-        traffic.received,
-        collectives() - before,
-        optimizer.canzona.report().to_dict(),
-    )
+        pair.wrapped.step()
+    started, report = collectives() - before, pair.report.to_dict()
+    return Traffic(traffic.functions, traffic.sent, traffic.received, started, report)
 
 
 def counted(ranks: int, case: Case, shapes: Sequence[Shape], **options: Any) -> list[Traffic]:
     """The traffic of each rank; all of them have the captures behind them."""
-    return run(ranks, count, case, shapes, after=partial(count, Case("plain", ()), [*EVEN, *UNEVEN]), **options)
+    return run(ranks, count, case, shapes, after=partial(count, ALONE, [*EVEN, *UNEVEN]), **options)
 
 
 # -- traffic ---------------------------------------------------------------------------------------
@@ -289,102 +264,3 @@ def test_replicated_strategy(ranks: int) -> None:
         assert own.functions == [*AGREEMENT, "all_reduce"]
         assert own.started == len(AGREEMENT) + own.report["collectives_per_step"] == 2
         assert own.report["wire_bytes_per_element"] == 0
-
-
-# -- captures --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Captures:
-    """What Dynamo was asked for.
-
-    Attributes:
-        first, later: calls of our backend, in the first step and in all others.
-        captures, variants: what the session says it has captured.
-        config: names in Dynamo's configuration whose values are not as before.
-    """
-
-    first: int
-    later: int
-    captures: int
-    variants: list[int]
-    config: list[str]
-    report: dict[str, Any]
-
-
-def dynamo_config() -> dict[str, Any]:
-    config: Any = torch._dynamo.config
-    found: dict[str, Any] = config.get_config_copy()
-    return found
-
-
-def capture(specs: Sequence[Any], steps: int) -> Captures:
-    """Train with a schedule that changes lr and momentum on every step, and count."""
-    calls = 0
-    backend = DynamoRecorder._backend
-
-    def counting(self: DynamoRecorder, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return backend(self, *args, **kwargs)
-
-    before = dynamo_config()
-    random = torch.Generator().manual_seed(2)
-    values = [torch.randn(s, generator=random) for s in shapes_of(specs)]
-    laid = Laid(values, Case("fsdp", (dist.get_world_size(),)))
-    optimizer: Any = muon(param_groups(specs, laid.params))
-    canzona_compile.wrap(optimizer)
-    scheduler = OneCycleLR(optimizer, [g["lr"] for g in optimizer.param_groups], steps)
-    DynamoRecorder._backend = counting  # type: ignore[method-assign]
-    first = 0
-    seen = set()
-    try:
-        for step in range(steps):
-            for i, param in enumerate(laid.params):
-                param.grad = laid.like_param(values[i], i)
-            optimizer.step()
-            scheduler.step()
-            group = optimizer.param_groups[0]
-            group["weight_decay"] *= 0.99
-            seen.add(tuple(group[name] for name in ("lr", "momentum", "weight_decay")))
-            first = calls if step == 0 else first
-    finally:
-        DynamoRecorder._backend = backend  # type: ignore[method-assign]
-    assert len(seen) == steps, "the schedule does not change on every step"
-    after = dynamo_config()
-    session = optimizer.canzona.session
-    recorders = [kind.recorder for kind in session.capture.kinds.values()]
-    return Captures(
-        first,
-        calls - first,
-        session.capture.captures,
-        [len(recorder.variants) for recorder in recorders if recorder is not None],
-        [name for name in before if before[name] != after[name]],
-        optimizer.canzona.report().to_dict(),
-    )
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_captures_once_per_template() -> None:
-    """And never again in 20 steps, whatever a scheduler does to the hyperparameters."""
-    for found in run(1, capture, MUON_GROUPS, 20):
-        assert found.captures == found.report["captures"] == len(MUON_GROUPS)
-        assert found.variants == [1] * len(MUON_GROUPS)
-        assert found.first >= len(MUON_GROUPS)
-        assert found.later == 0
-        assert found.report["fallbacks"] == {}
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_twelve_shapes_without_a_dynamo_limit() -> None:
-    """More shapes than Dynamo would compile one function for, and its configuration stays as it was."""
-    shapes = tuple((8 + 2 * i, 12 + i) for i in range(12))
-    assert torch._dynamo.config.recompile_limit < len(shapes)
-    for found in run(1, capture, [GroupSpec(shapes)], 3):
-        assert found.captures == len(found.report["templates"]) == 12
-        assert found.variants == [1] * 12
-        assert found.later == 0
-        assert found.config == []
-        assert found.report["fallbacks"] == {}

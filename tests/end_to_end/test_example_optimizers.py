@@ -23,8 +23,7 @@ from tests.harness.marks import first, full, only
 from tests.harness.optimizers import Shared, share_captures
 from tests.harness.pairs import Pair, feed, parameters, params_of
 from tests.harness.ranks import do_alone
-from tests.harness.training import Outcome, Training, check, on_ranks
-from tests.harness.training import train as train_one
+from tests.harness.training import Training, check, on_ranks
 
 SMALL = ((6, 4), (4, 6), (5, 5))
 # Rows and columns that 2 and 3 ranks cannot share evenly, fewer rows than ranks, and two matrices alike.
@@ -336,11 +335,7 @@ def falling(optimizer: Optimizer) -> Callable[[int], None]:
     return change
 
 
-TRAININGS = {name: Training(make, SHAPES, STEPS, falling) for name, make in OPTIMIZERS.items()}
-
-
-def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    return train_one(TRAININGS[name], cases, dtype, among=CAPTURED[name], **options)
+TRAININGS = {name: Training(make, SHAPES, STEPS, falling, among=CAPTURED[name]) for name, make in OPTIMIZERS.items()}
 
 
 CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
@@ -350,7 +345,7 @@ FAST = [(Case("fsdp", (3,)), "shampoo"), (Case("ddp", (2,)), "normuon")]
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "name"), only(FAST, CASES, ["shampoo", "soap", "soap-one-sided", "normuon"]), ids=str)
 def test_wrapped_on_ranks(case: Case, name: str) -> None:
-    report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
+    report = check(on_ranks(__name__, name, [case], strategy="owner"))
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
 
 
@@ -366,7 +361,7 @@ def test_wrapped_on_ranks(case: Case, name: str) -> None:
     ids=str,
 )
 def test_wrapped_on_ranks_in_16_bits(case: Case, name: str) -> None:
-    check(on_ranks(train, name, [case], torch.bfloat16))
+    check(on_ranks(__name__, name, [case], torch.bfloat16))
 
 
 @pytest.mark.full
@@ -375,10 +370,10 @@ def test_wrapped_on_ranks_in_16_bits(case: Case, name: str) -> None:
     "options", first([{"strategy": "replicated"}, {"strategy": "owner", "micro_groups": 3}]), ids=str
 )
 def test_options(options: dict[str, Any]) -> None:
-    check(on_ranks(train, "soap", [Case("fsdp", (2,))], torch.float32, **options))
+    check(on_ranks(__name__, "soap", [Case("fsdp", (2,))], **options))
 
 
 @pytest.mark.full
 @pytest.mark.ranks
 def test_restored_on_ranks() -> None:
-    check(on_ranks(train, "soap", [Case("fsdp", (2,))], torch.float32, restored=True))
+    check(on_ranks(__name__, "soap", [Case("fsdp", (2,))], restored=True))

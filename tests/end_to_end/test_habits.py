@@ -6,7 +6,6 @@ import contextvars
 import copy
 import threading
 import types
-import weakref
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,13 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import UnsupportedOptimizer
-from tests.harness import toy_habits as toys
+from tests.harness import toys
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, cube
+from tests.harness.traps.grammar import toy
 
 COMPILED = (
     toys.Columns,
@@ -89,9 +89,20 @@ def test_hyperparameters_that_decided_about_the_state_change_too_late(replan: bo
     assert pair.report.fallbacks == {}
 
 
+class Delegating(PerParameter):
+    """Stands for another optimizer."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+
 def test_wrappers_of_optimizers_are_refused() -> None:
     with pytest.raises(UnsupportedOptimizer, match="is a wrapper around another optimizer") as caught:
-        canzona_compile.wrap(toys.Delegating(muon(parameters())))
+        canzona_compile.wrap(Delegating(muon(parameters())))
     assert "call wrap on the optimizer inside it" in str(caught.value)
 
 
@@ -100,7 +111,7 @@ def test_state_that_is_wider_than_its_parameter_is_loaded_as_it_was() -> None:
     """torch casts it to the parameter's dtype."""
 
     def made() -> Any:
-        return canzona_compile.wrap(Wide(parameters(dtype=torch.bfloat16)))
+        return canzona_compile.wrap(toys.Wide(parameters(dtype=torch.bfloat16)))
 
     first, second = made(), made()
     for step in range(2):
@@ -115,15 +126,6 @@ def test_state_that_is_wider_than_its_parameter_is_loaded_as_it_was() -> None:
             optimizer.step()
     assert different(first, second) == []
     assert {s["average"].dtype for s in second.state.values()} == {torch.float32}
-
-
-class Wide(PerParameter):
-    """Averages of 16-bit gradients in 32 bits."""
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        average = state.setdefault("average", torch.zeros_like(param, dtype=torch.float32))
-        average.lerp_(grad.float(), 0.1)
-        param.add_(toys.cube(average).to(param.dtype), alpha=-group["lr"])
 
 
 # -- what surrounds a step -------------------------------------------------------------------------
@@ -210,15 +212,8 @@ def test_variables_of_the_context_stay_what_they_are() -> None:
     assert COUNT.get() == 0
 
 
-class Proxied(PerParameter):
-    """Knows itself by a proxy."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.own = weakref.proxy(self)
-
-    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
-        param.sub_(cube(grad) * 0.01)
+# Knows itself by a proxy.
+Proxied = toy("proxied", begin="self.own = weakref.proxy(self)", update="cube(grad) * 0.1")()
 
 
 class InThread(PerParameter):

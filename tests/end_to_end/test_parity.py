@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.harness.layouts import Case, Laid
+from tests.harness.layouts import ALONE, Case, Laid
 from tests.harness.marks import also, crossed, first, full
 from tests.harness.optimizers import (
     MUON_GROUPS,
@@ -23,12 +21,12 @@ from tests.harness.optimizers import (
     param_groups,
     shapes_of,
 )
+from tests.harness.pairs import parameters
 from tests.harness.ranks import run
-from tests.harness.training import ALONE, Outcome, Training, check, on_ranks, plain_run
-from tests.harness.training import train as train_recipe
+from tests.harness.training import Training, check, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16]
-RECIPES = {
+TRAININGS = {
     name: Training(
         lambda params, make=make, groups=groups: make(param_groups(groups, params)),  # type: ignore[misc]
         tuple(shapes_of(groups)),
@@ -43,10 +41,6 @@ RECIPES = {
         ("alike", muon, [GroupSpec(((64, 48),), {"eps": eps, "weight_decay": eps / 4}) for eps in (0.1, 1.0, 4.0)]),
     )
 }
-
-
-def train(recipe: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    return train_recipe(RECIPES[recipe], cases, dtype, **options)
 
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -79,7 +73,7 @@ MORE_CASES = [
     ids=str,
 )
 def test_layout(case: Case, dtype: torch.dtype) -> None:
-    outcomes = on_ranks(train, "muon", [case], dtype, strategy="owner")
+    outcomes = on_ranks(__name__, "muon", [case], dtype, strategy="owner")
     report = check(outcomes)
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
     assert len({task["owner"] for task in report["tasks"]}) == min(case.world, 9)
@@ -89,12 +83,12 @@ def test_layout(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
 def test_groups_that_differ_by_numbers_only(case: Case) -> None:
     """An owner has matrices of several groups, of one shape and one graph, that must not share their numbers."""
-    check(on_ranks(train, "alike", [case], torch.float32, strategy="owner", micro_groups=1))
+    check(on_ranks(__name__, "alike", [case], strategy="owner", micro_groups=1))
 
 
 def fragments(case: Case) -> tuple[list[int], list[str]]:
     """Of this rank: how many elements it has of each parameter, and its placements."""
-    laid = Laid(plain_run(RECIPES["muon"], torch.float32).first, case)
+    laid = Laid(parameters(shapes_of(MUON_GROUPS)), case)
     placements = [str(getattr(p, "placements", "")) for p in laid.params]
     return [index.numel() for index in laid.indices], placements
 
@@ -133,7 +127,7 @@ def test_layouts_are_what_they_are_called(case: Case, copies: int, placement: st
 @pytest.mark.parametrize(("layout", "dtype"), crossed(["fsdp", "hsdp", "ddp", "replicated", "plain"], DTYPES, most=1))
 def test_world_of_one(layout: str, dtype: torch.dtype) -> None:
     case = Case(layout, (1, 1) if layout == "hsdp" else (1,))
-    report = check(on_ranks(train, "muon", [case], dtype))
+    report = check(on_ranks(__name__, "muon", [case], dtype))
     assert {task["strategy"] for task in report["tasks"]} == {"local"}
     assert (report["world_size"], report["collectives_per_step"]) == (1, 0)
 
@@ -141,7 +135,7 @@ def test_world_of_one(layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", first(DTYPES))
 def test_one_process_without_groups(dtype: torch.dtype) -> None:
-    report = check(run(1, train, "muon", [ALONE], dtype, group=False, after=partial(train, "muon", [ALONE], dtype)))
+    report = check(on_ranks(__name__, "muon", [ALONE], dtype, group=False))
     assert (report["world_size"], report["collectives_per_step"]) == (1, 0)
 
 
@@ -170,7 +164,7 @@ MIXES = {
 def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
     world, cases = MIXES[mix]
     assert {case.world for case in cases} == {world}
-    report = check(on_ranks(train, "muon", cases, dtype, strategy="owner"))
+    report = check(on_ranks(__name__, "muon", cases, dtype, strategy="owner"))
     grids = {str(group["grid"]) for group in report["micro_groups"]}
     assert len(grids) >= 2
 
@@ -180,7 +174,7 @@ def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
     ("recipe", "case"), [("muon", Case("fsdp", (3,))), full("muon", Case("hsdp", (2, 2)))], ids=str
 )
 def test_audits_disturb_nothing(recipe: str, case: Case) -> None:
-    check(on_ranks(train, recipe, [case], torch.float32, strategy="owner", audit=7))
+    check(on_ranks(__name__, recipe, [case], strategy="owner", audit=7))
 
 
 # -- stacks of experts -----------------------------------------------------------------------------
@@ -194,7 +188,7 @@ def test_audits_disturb_nothing(recipe: str, case: Case) -> None:
 def test_experts_on_their_ranks(ranks: int, dtype: torch.dtype) -> None:
     """A stack cut along its entries stays where it is: 0 collectives, counted."""
     case = Case("stack_dim0", (ranks,))
-    outcomes = on_ranks(train, "stack", [case], dtype)
+    outcomes = on_ranks(__name__, "stack", [case], dtype)
     report = check(outcomes)
     assert {o.collectives for o in outcomes} == {0}
     assert {task["strategy"] for task in report["tasks"]} == {"local"}
@@ -211,7 +205,7 @@ def test_experts_on_their_ranks(ranks: int, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_experts_cut_along_a_matrix_dim(case: Case, dtype: torch.dtype) -> None:
-    outcomes = on_ranks(train, "stack", [case], dtype, strategy="owner")
+    outcomes = on_ranks(__name__, "stack", [case], dtype, strategy="owner")
     check(outcomes)
     assert min(o.collectives for o in outcomes) > 0
 
@@ -220,7 +214,7 @@ def test_experts_cut_along_a_matrix_dim(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("ranks", "dtype"), crossed([2, 4], DTYPES, most=0))
 def test_entries_that_are_not_independent(ranks: int, dtype: torch.dtype) -> None:
     """Whose learning rate follows the number of entries needs the whole stack."""
-    outcomes = on_ranks(train, "entries", [Case("stack_dim0", (ranks,))], dtype, strategy="owner")
+    outcomes = on_ranks(__name__, "entries", [Case("stack_dim0", (ranks,))], dtype, strategy="owner")
     check(outcomes)
     assert min(o.collectives for o in outcomes) > 0
 
@@ -245,7 +239,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_options(case: Case, options: str, dtype: torch.dtype) -> None:
     chosen = OPTIONS[options]
-    report = check(on_ranks(train, "muon", [case], dtype, **chosen))
+    report = check(on_ranks(__name__, "muon", [case], dtype, **chosen))
     assert {task["strategy"] for task in report["tasks"]} == {chosen["strategy"]}
     assert len(report["micro_groups"]) > 1 or options == "replicated"
 
@@ -253,4 +247,4 @@ def test_options(case: Case, options: str, dtype: torch.dtype) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), *also([Case("ddp", (4,)), Case("fsdp", (8,))])], ids=str)
 def test_automatic_strategy(case: Case) -> None:
-    check(on_ranks(train, "muon", [case], torch.float32))
+    check(on_ranks(__name__, "muon", [case]))

@@ -7,7 +7,7 @@ at a time, on owners as on one device, so that no bound in ulps is needed anywhe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, optim
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-import canzona_compile
-from tests.harness.layouts import Case, Laid, full
+from tests.harness.layouts import ALONE, Case, full
 from tests.harness.marks import also, only
-from tests.harness.pairs import params_of
+from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.training import Outcome, Training, check, on_ranks, plain_run
-from tests.harness.training import train as train_one
+from tests.harness.training import Training, check, on_ranks, train
 
 STEPS = 10
 # Rows and columns that 2 and 3 ranks cannot share evenly, two matrices alike, fewer rows than ranks; then the rest.
@@ -113,12 +111,8 @@ def gentler(optimizer: Optimizer) -> Callable[[int], None]:
 
 
 TRAININGS = {name: Training(make, (*MATRICES, *REST), STEPS, gentler) for name, make in OPTIMIZERS.items()}
-WITH_VECTORS = {f"{name} with vectors": replace(t, shapes=(*t.shapes, *VECTORS)) for name, t in TRAININGS.items()}
+TRAININGS |= {f"{name} with vectors": replace(t, shapes=(*t.shapes, *VECTORS)) for name, t in TRAININGS.items()}
 TRAININGS |= {name: replace(TRAININGS[name], shapes=((31, 17), (1, 20))) for name in OTHERS}
-
-
-def train(name: str, cases: Sequence[Case], dtype: torch.dtype) -> Outcome:
-    return train_one({**TRAININGS, **WITH_VECTORS}[name], cases, dtype, strategy="owner")
 
 
 INTERPRETED = {"scalable-shampoo"}  # its state holds an object
@@ -135,7 +129,7 @@ FAST = [
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "name"), only(FAST, CASES, EXACT), ids=str)
 def test_bits(case: Case, name: str) -> None:
-    report = check(on_ranks(train, name, [case], torch.float32), fallbacks=name in INTERPRETED)
+    report = check(on_ranks(__name__, name, [case], strategy="owner"), fallbacks=name in INTERPRETED)
     assert bool(report["tasks"]) == (name not in ("torch-adamw", "torch-sgd")), "elementwise work has no owner"
 
 
@@ -143,24 +137,23 @@ def test_bits(case: Case, name: str) -> None:
 @pytest.mark.parametrize("name", [*also(["mixed", "muon", "adamuon", "soap"]), "torch-adamw"])
 def test_bits_with_vectors(name: str) -> None:
     """Biases and norms, sharded as well."""
-    check(on_ranks(train, f"{name} with vectors", [Case("stack_dim0", (3,))], torch.float32))
+    check(on_ranks(__name__, f"{name} with vectors", [Case("stack_dim0", (3,))], strategy="owner"))
 
 
 def largest_difference(name: str, case: Case) -> float:
     """Of a parameter, in the largest update of the plain run."""
-    plain = plain_run(TRAININGS[name], torch.float32)
-    laid = Laid(plain.first, case)
-    optimizer: Any = canzona_compile.wrap(OPTIMIZERS[name](laid.params), strategy="owner")
-    change = gentler(optimizer)
+    training = TRAININGS[name]
+    pair = Pair(training.make, training.shapes, case, strategy="owner")
+    changes = [gentler(optimizer) for optimizer in pair.both]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step, values in enumerate(plain.grads):
-            change(step)
-            for i, param in enumerate(laid.params):
-                param.grad = laid.like_param(values[i], i)
-            optimizer.step()
-    pairs = zip(laid.params, params_of(plain.optimizer), plain.first, strict=True)
-    return max(float((full(a) - b.detach()).abs().max() / (b.detach() - c).abs().max()) for a, b, c in pairs)
+        for step in range(STEPS):
+            for change in changes:
+                change(step)
+            pair.feed()
+            pair.take()
+    pairs = zip(pair.laid.params, params_of(pair.plain), parameters(training.shapes), strict=True)
+    return max(float((full(a) - b.detach()).abs().max() / (b - c).detach().abs().max()) for a, b, c in pairs)
 
 
 @pytest.mark.full
@@ -170,8 +163,11 @@ def test_random_starting_vectors_change_little() -> None:
     assert max(run(2, largest_difference, "scalable-shampoo-random", Case("fsdp", (2,)))) < 1e-3
 
 
+def train_others(case: Case) -> list[str]:
+    """What differs under any of torch's other optimizers."""
+    return [what for name in OTHERS for what in train(__name__, name, [case], torch.float32).different]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", OTHERS)
-def test_bits_of_torch_s_other_optimizers(name: str) -> None:
-    outcomes = on_ranks(train, name, [Case("fsdp", (2,))], torch.float32)
-    assert [outcome.different for outcome in outcomes] == [[]] * 2
+def test_bits_of_torch_s_other_optimizers() -> None:
+    assert run(2, train_others, Case("fsdp", (2,)), after=partial(train_others, ALONE)) == [[], []]

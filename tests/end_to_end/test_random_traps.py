@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 
-from tests.harness.training import ALONE
+from tests.harness.layouts import ALONE
 from tests.harness.trap_runs import DIFFERENT, verdict
 from tests.harness.traps.grammar import lines, nested, trap
 

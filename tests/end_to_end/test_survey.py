@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness.layouts import ALONE
 from tests.harness.marks import first
 from tests.harness.published import DRAWN, Published, imported, verdict
-from tests.harness.training import ALONE
 from tests.harness.verdicts import SURVEY
 
 PACKAGES: dict[str, dict[str, Any]] = {  # with the arguments of every optimizer

@@ -26,7 +26,7 @@ from canzona_compile.compat.matmul_precision import BACKENDS, own_value
 from canzona_compile.compat.torch_private import count_function_modes, dispatch_modes, set_fp32_precision
 from canzona_compile.errors import CanzonaError
 from tests.harness.marks import crossed
-from tests.harness.odd_optimizers import DecoratedMuon
+from tests.harness.toys import DecoratedMuon
 
 MOMENTS = {  # the steps that a switch is set for, of five
     "from before wrap on": range(-1, 5),

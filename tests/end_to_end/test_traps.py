@@ -12,9 +12,8 @@ import torch
 
 import canzona_compile
 from tests.harness import verdicts
-from tests.harness.layouts import Case
+from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import first
-from tests.harness.training import ALONE
 from tests.harness.trap_runs import (
     CASES,
     DIFFERENT,

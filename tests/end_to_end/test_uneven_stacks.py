@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from tests.harness.layouts import Case
 from tests.harness.marks import also, first
 from tests.harness.optimizers import Shape
 from tests.harness.toy_optimizers import PerParameter, State
-from tests.harness.training import Outcome, Training, check, on_ranks
-from tests.harness.training import train as train_recipe
+from tests.harness.training import Training, check, on_ranks
 
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -84,7 +82,7 @@ def recipe(kind: type[ProductMuon], *shapes: Shape) -> Training:
     return Training(kind, shapes, steps=7, schedule=lambda _: lambda step: None, sizes=(0.1, 1e-2))
 
 
-RECIPES = {
+TRAININGS = {
     "products": recipe(ProductMuon, *EXPERTS),
     "products and matrices": recipe(ProductMuon, *EXPERTS, *MATRICES),
     "elementwise": recipe(MatrixMuon, *CONVOLUTIONS),
@@ -96,10 +94,6 @@ RECIPES = {
 }
 
 
-def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    return train_recipe(RECIPES[name], cases, dtype, **options)
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
@@ -109,7 +103,7 @@ def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) 
 @pytest.mark.parametrize("recipe", first(["products", "products and matrices"]))
 def test_products_of_stacks(recipe: str, case: Case) -> None:
     """`@` is as local as bmm: no entry moves, whatever the other ranks hold."""
-    report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
+    report = check(on_ranks(__name__, recipe, [case], strategy="owner"))
     strategies = {task["strategy"] for task in report["tasks"][: len(EXPERTS)]}
     alone = len(case.mesh) == 1
     assert strategies == {"local"} or not alone
@@ -132,13 +126,13 @@ def test_products_of_stacks(recipe: str, case: Case) -> None:
     ),
 )
 def test_first_dims_of_any_length(recipe: str, case: Case) -> None:
-    check(on_ranks(train, recipe, [case], torch.float32))
+    check(on_ranks(__name__, recipe, [case]))
 
 
 @pytest.mark.full
 @pytest.mark.ranks
 def test_stacks_stay_local_with_a_loaded_state() -> None:
     """Their portable state has the shape of the whole stack."""
-    outcomes = on_ranks(train, "products and matrices", [Case("fsdp", (2,))], torch.float32, restored=True)
+    outcomes = on_ranks(__name__, "products and matrices", [Case("fsdp", (2,))], restored=True)
     strategies = [task["strategy"] for task in check(outcomes)["tasks"]]
     assert strategies[: len(EXPERTS)] == ["local"] * len(EXPERTS)

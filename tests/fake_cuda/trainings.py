@@ -32,8 +32,7 @@ from tests.fake_cuda.rank_programs import torch_alone, write
 from tests.harness import layouts
 from tests.harness.layouts import Case, Laid, replicate_of
 from tests.harness.optimizers import SHARED, Shared, share_captures
-from tests.harness.pairs import params_of
-from tests.harness.training import Plain, differences
+from tests.harness.pairs import different, params_of
 
 SHAPES = ((12, 8), (8, 12), (12, 8), (7, 5), (12, 8))
 EVERY = 3
@@ -97,6 +96,15 @@ class RankResult:
     steady: Counter[str]
     copied: list[list[int]]
     measured: tuple[MeasuredStep, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plain:
+    """What plain training gives; all of it follows from the seed. The optimizer is the one after all steps."""
+
+    first: list[Tensor]
+    grads: list[list[Tensor]]  # by step
+    optimizer: Optimizer
 
 
 def plain_training(script: Script) -> Plain:
@@ -174,7 +182,7 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
     found = optimizer.canzona.session.measuring.found
     measured = () if found is None else found.own
     return RankResult(
-        [*differences(plain, optimizer, laid)], values, distance(plain, laid), how, waits, steady, copied, measured
+        different(plain.optimizer, optimizer, laid), values, distance(plain, laid), how, waits, steady, copied, measured
     )
 
 

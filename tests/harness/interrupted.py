@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 import canzona_compile
 from canzona_compile.compat.torch_private import count_function_modes, dispatch_modes
 from examples.optimizers.soap import SOAP
-from tests.harness.odd_optimizers import DecoratedMuon
+from tests.harness.toys import DecoratedMuon
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "muon": lambda params: torch.optim.Muon(params, lr=0.02),

@@ -44,6 +44,9 @@ class Case:
         return f"{self.layout}-{'x'.join(map(str, self.mesh)) or 'alone'}"
 
 
+ALONE = Case("plain", ())  # one process without groups
+
+
 class Net(nn.Module):
     """Independent linear layers. Called, it gives a scalar that depends on all of them."""
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Muon, Optimizer
 from torch.utils import _pytree as pytree
 
 from examples.optimizers.soap import SOAP
-from tests.harness.pairs import params_of, same_bits
-from tests.harness.toy_optimizers import PerParameter
+from tests.harness.pairs import params_of, same_bits, unlike
+from tests.harness.traps.grammar import toy
 
 WIDTH, HIDDEN = 16, 32  # a fragment of half the hidden dim has the shape of a preconditioner
 EVEN, UNEVEN = (16, 16), (13, 19)
@@ -143,34 +143,31 @@ def vectors(named: Named) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in named if p.ndim < 2]
 
 
-class Weighing(PerParameter):
-    """No tracer can follow, and one leaf is not laid out like the parameter."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        average = state.setdefault("average", torch.zeros_like(param))
-        left = state.setdefault("sides", [torch.zeros(len(param), len(param))])[0]
-        average.mul_(0.9).add_(grad)
-        left.mul_(0.9).add_(grad @ grad.mT)
-        if left.trace().item() > 0:
-            param.add_(left @ average, alpha=-group["lr"])
-
-
-class HoldingGradients(PerParameter):
-    """Steps by the change of the gradient, of which its state holds the last one itself."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        change = grad - state["last"] if state else grad
-        param.add_(change, alpha=-group["lr"])
-        state["last"] = grad
+# No tracer can follow, and one leaf is not laid out like the parameter.
+Weighing = toy("weighing")("""
+    average = state.setdefault("average", torch.zeros_like(param))
+    left = state.setdefault("sides", [torch.zeros(len(param), len(param))])[0]
+    average.mul_(0.9).add_(grad)
+    left.mul_(0.9).add_(grad @ grad.mT)
+    if left.trace().item() > 0:
+        param.add_(left @ average, alpha=-group["lr"])
+""")
 
 
-class Rated(PerParameter):
-    """Elementwise, at a rate that an attribute of the parameter says, as in modded-nanogpt."""
+# Steps by the change of the gradient, of which its state holds the last one itself.
+HoldingGradients = toy("holding-gradients")("""
+    change = grad - state["last"] if state else grad
+    param.add_(change, alpha=-group["lr"])
+    state["last"] = grad
+""")
 
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        average = state.setdefault("average", torch.zeros_like(param))
-        average.mul_(0.9).add_(grad)
-        param.add_(average, alpha=-group["lr"] * getattr(param, "lr_mul", 1.0))
+
+# Elementwise, at a rate that an attribute of the parameter says, as in modded-nanogpt.
+Rated = toy("rated")("""
+    average = state.setdefault("average", torch.zeros_like(param))
+    average.mul_(0.9).add_(grad)
+    param.add_(average, alpha=-group["lr"] * getattr(param, "lr_mul", 1.0))
+""")
 
 
 def rated(named: Named) -> Named:
@@ -222,13 +219,6 @@ def different_from_whole(
                 like = isinstance(value, Tensor) and value.shape == values[name].shape
                 return own_part(name, value, cuts, rank) if like else value
 
-            found += [f"state {name} {where}" for where in unlike(mine[i], pytree.tree_map(part, theirs[i]))]
+            found += [f"a DTensor in {name}" for leaf in pytree.tree_leaves(mine[i]) if isinstance(leaf, DTensor)]
+            found += unlike(f"state {name}", mine[i], pytree.tree_map(part, theirs[i]))
     return found
-
-
-def unlike(mine: Any, theirs: Any) -> list[str]:
-    """The leaves of two states that differ, in a bit or in type."""
-    one, two = ({pytree.keystr(k): v for k, v in pytree.tree_flatten_with_path(s)[0]} for s in (mine, theirs))
-    if one.keys() != two.keys():
-        return [f"has {list(one)} and not {list(two)}"]
-    return [where for where in one if type(one[where]) is not type(two[where]) or not same_bits(one[where], two[where])]

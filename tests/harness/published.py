@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from tests.harness.layouts import Case, Laid
-from tests.harness.pairs import params_of
-from tests.harness.training import Plain, Training, equal, plain_run
+from tests.harness.layouts import Case
+from tests.harness.pairs import Pair, different, parameters, params_of
 from tests.harness.verdicts import SURVEY, reached, ways_of
 
 EQUAL = "equal"
@@ -54,11 +53,6 @@ def imported(name: str) -> Any:
         return pytest.importorskip(name, exc_type=ImportError)
 
 
-def as_it_is(_optimizer: Optimizer) -> Callable[[int], None]:
-    """Change no hyperparameters. Some packages count steps in them."""
-    return lambda _step: None
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """What became of a published optimizer.
@@ -86,26 +80,29 @@ def verdict(one: Published, module: Any, steps: int = 6, case: Case = CASE) -> F
         made: Optimizer = optimizer
         return made
 
+    def train(pair: Pair, optimizer: Any) -> Any:
+        torch.manual_seed(0)
+        for pair.number in range(steps):
+            pair.feed()
+            optimizer.step()
+        return optimizer
+
     warnings.simplefilter("ignore")
-    plain = plain_run(Training(make, one.shapes, steps, as_it_is), torch.float32)
-    laid = Laid(plain.first, case)
-    optimizer, options = make(laid.params), dict[str, Any]()
+    options: dict[str, Any] = {"captures_anew": True}
     try:
         if one.by_line:
-            options["one_per_matrix"] = maker_in_refusal(make(laid.params), one.name, module)
-        canzona_compile.wrap(optimizer, strategy="owner", **options)
-        for values in plain.grads:
-            for i, param in enumerate(laid.params):
-                param.grad = laid.like_param(values[i], i)
-            optimizer.step()
+            options["one_per_matrix"] = maker_in_refusal(make(parameters(one.shapes)), one.name, module)
+        pair = Pair(make, one.shapes, case, strategy="owner", **options)
+        plain = train(pair, pair.plain)
+        train(pair, pair.wrapped)
     except CanzonaError as error:
         return Found(error.problem, reached("refused", error=type(error).__name__))
-    other = alone(make, plain, **options) if one.expected == DRAWN else plain.optimizer
-    pairs = zip(params_of(optimizer), params_of(other), strict=True)
-    wrong = [i for i, (mine, whole) in enumerate(pairs) if not equal(mine.detach(), whole.detach(), laid, i)]
-    ways = ways_of(optimizer)
+    if one.expected == DRAWN:  # beside a wrapped one of whole parameters, which no other rank shares
+        alone = Pair(make, one.shapes, **options)
+        plain = train(alone, alone.wrapped)
+    wrong, ways = different(plain, pair.wrapped, pair.laid, states=False), ways_of(pair.wrapped)
     if wrong:
-        return Found(f"parameters {wrong} differ", reached("different", ways))
+        return Found(f"{wrong} differ", reached("different", ways))
     return Found(DRAWN, reached("drawn", ways)) if one.expected == DRAWN else Found(EQUAL, reached("equal", ways))
 
 
@@ -119,16 +116,6 @@ def maker_in_refusal(optimizer: Any, name: str, module: Any) -> Any:
     line = re.search(r"wrap\(optimizer, one_per_matrix=(.*\))\)", str(caught.value))
     assert line is not None, caught.value
     return eval(line[1], {name: getattr(module, name)})
-
-
-def alone(make: Callable[[list[Any]], Optimizer], plain: Plain, **options: Any) -> Optimizer:
-    """Train a wrapped optimizer of whole parameters, which no other rank shares."""
-    optimizer = canzona_compile.wrap(make([torch.nn.Parameter(value.clone()) for value in plain.first]), **options)
-    for values in plain.grads:
-        for param, value in zip(params_of(optimizer), values, strict=True):
-            param.grad = value.clone()
-        optimizer.step()
-    return optimizer
 
 
 def check(found: list[Found], one: Published, of: str) -> None:

@@ -1,4 +1,4 @@
-"""One rank's part of a training that is expected to fail, and what became of it."""
+"""A pair whose next step is expected to fail on a rank, and what became of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import canzona_compile
 from canzona_compile.errors import CanzonaError
-from tests.harness.layouts import Case, Laid, local, replicate_of
-from tests.harness.optimizers import EVEN, Shape, share_captures
+from tests.harness.layouts import ALONE, Case, local
+from tests.harness.optimizers import EVEN, Shape
+from tests.harness.pairs import Pair
 from tests.harness.ranks import PATIENCE
 
 SHAPES: tuple[Shape, ...] = (*EVEN, EVEN[0])
@@ -40,30 +40,17 @@ class Outcome:
     seconds: float
 
 
-class Trainer:
-    """A wrapped Muon on this rank's fragments of four matrices."""
+def named_muon(params: list[Any]) -> torch.optim.Muon:
+    return torch.optim.Muon(list(zip(NAMES, params, strict=True)), lr=2e-2)
+
+
+class Trainer(Pair):
+    """Muon of four named matrices, plain and wrapped on this rank's fragments."""
 
     def __init__(self, *cases: Case, shapes: Sequence[Shape] = SHAPES, **options: Any) -> None:
-        self.random = torch.Generator().manual_seed(3)
-        values = [torch.randn(s, generator=self.random) for s in shapes]
-        self.laid = Laid(values, *cases)
+        super().__init__(named_muon, shapes, cases, **options)
         self.params = self.laid.params
-        named = list(zip(NAMES, self.params, strict=True))
-        self.optimizer: Any = torch.optim.Muon(named, lr=2e-2)
-        canzona_compile.wrap(self.optimizer, replicate=replicate_of(*cases), **options)
-        share_captures(self.optimizer)
-
-    def gradients(self) -> list[Tensor]:
-        """The next gradients, whole; set on the parameters as fragments."""
-        whole = [torch.randn(p.shape, generator=self.random) for p in self.params]
-        for i, param in enumerate(self.params):
-            param.grad = self.laid.like_param(whole[i], i)
-        return whole
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.gradients()
-            self.optimizer.step()
+        self.optimizer = self.wrapped
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank holds: fragments of parameters, and its part of the state."""
@@ -76,7 +63,7 @@ class Trainer:
         return found
 
     def last_step(self) -> Outcome:
-        """A step that is expected to fail."""
+        """A step of the wrapped optimizer that is expected to fail."""
         before = {name: value.clone() for name, value in self.tensors().items()}
         began = time.monotonic()
         error: BaseException | None = None
@@ -98,7 +85,7 @@ def ready(**options: Any) -> functools.partial[Any]:
 
 
 def steps_alone(**options: Any) -> None:
-    Trainer(Case("plain", ()), **options).steps(2)
+    Trainer(ALONE, **options).go(2)
 
 
 def check(outcomes: Sequence[Outcome], errors: set[str], *words: str) -> None:

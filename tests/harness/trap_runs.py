@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,16 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from tests.harness.layouts import Case, Laid, full, local, replicate_of
-from tests.harness.pairs import same_bits
+from tests.harness.layouts import ALONE, Case, Laid, local, replicate_of
+from tests.harness.pairs import same_bits, unlike
 from tests.harness.ranks import RankFailure, run
-from tests.harness.training import ALONE
 from tests.harness.traps import NAMED
 from tests.harness.traps.trap import DDP, FSDP, Trap
 from tests.harness.verdicts import TRAPS, reached, ways_of
@@ -139,32 +136,6 @@ def plain_records(trap: Trap) -> list[Record]:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def leaves(value: Any) -> dict[str, Any]:
-    return {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(value)[0]}
-
-
-def same_leaf(found: Any, plain: Any) -> bool:
-    """Is a leaf the same? Objects that do not say what makes them equal count by their type."""
-    if isinstance(plain, DTensor):  # a snapshot of this rank's: gathering it might wait for a rank that did not refuse
-        return isinstance(found, DTensor) and same_bits(local(found), local(plain))
-    if isinstance(plain, Tensor):
-        return isinstance(found, Tensor) and same_bits(full(found), plain.detach())
-    says_what_is_equal = any("__eq__" in vars(kind) for kind in type(plain).__mro__[:-1])
-    if not says_what_is_equal or callable(plain):
-        return isinstance(found, type(plain))  # wrap makes a subclass of an optimizer's class
-    return same_bits(found, plain)
-
-
-def unlike(what: str, found: Any, plain: Any) -> Iterator[str]:
-    """Compare two values leaf by leaf, in one order on all ranks, as gathering a leaf is a collective."""
-    mine, yours = leaves(found), leaves(plain)
-    if sorted(mine) != sorted(yours):
-        yield f"{what} has {sorted(mine)} and not {sorted(yours)}"
-    for name in sorted(mine.keys() & yours.keys()):
-        if not same_leaf(mine[name], yours[name]):
-            yield f"{what}{name}"
-
-
 def differences(trap: Trap, wrapped: Run, laid: Laid, record: Record, returned: Any) -> list[str]:
     """What a rank has that the plain run has not."""
     pairs = list(enumerate(zip(wrapped.params, record.params, strict=True)))
@@ -181,7 +152,7 @@ def differences(trap: Trap, wrapped: Run, laid: Laid, record: Record, returned: 
     found += unlike("state", wrapped.optimizer.state_dict()["state"], record.state)
     found += unlike("groups", hypers(wrapped.optimizer), record.groups)
     found += unlike("return value", returned, record.returned)
-    return found + list(unlike("what is seen", trap.seen(wrapped.optimizer), record.seen))
+    return found + unlike("what is seen", trap.seen(wrapped.optimizer), record.seen)
 
 
 class Snapshot:
@@ -197,7 +168,7 @@ class Snapshot:
         pairs = zip(self.run.params, self.params, strict=True)
         found = [f"parameter {i}" for i, (now, then) in enumerate(pairs) if not same_bits(local(now), then)]
         found += unlike("groups", hypers(self.run.optimizer), self.groups)
-        return found + list(unlike("what is seen", self.run.trap.seen(self.run.optimizer), self.seen))
+        return found + unlike("what is seen", self.run.trap.seen(self.run.optimizer), self.seen)
 
 
 # -- the verdict -----------------------------------------------------------------------------------

@@ -26,41 +26,37 @@ from tests.codegen.pointwise import generating, kernels_of
 from tests.harness.marks import full
 from tests.harness.pairs import Pair, muon
 from tests.harness.samples import grid_of, muon_step
-from tests.harness.toy_optimizers import PerParameter, State, TwoKinds, cube
+from tests.harness.toy_optimizers import TwoKinds
+from tests.harness.traps.grammar import toy
 from tests.ir.test_printer import passes
 
 pytest.importorskip("triton")
 SHAPES = ((16, 12), (16, 12), (5, 7))  # captured once per shape
 
 
-class Stepping(PerParameter):
-    """Counts in a 0-d tensor, which scales the update: read by every block of a kernel, written by none."""
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state.update(step=torch.zeros(()), average=torch.zeros_like(param))
-        state["step"] += 1
-        state["average"].lerp_(grad, 0.25)
-        param.add_(cube(state["average"]) / state["step"], alpha=-group["lr"])
-
-
-class Turning(PerParameter):
-    """An operator that no kernel is generated for."""
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(torch.remainder(cube(grad), 3.0), alpha=-group["lr"])
+# Counts in a 0-d tensor, which scales the update: read by every block of a kernel, written by none.
+Stepping = toy("stepping")("""
+    if not state:
+        state.update(step=torch.zeros(()), average=torch.zeros_like(param))
+    state["step"] += 1
+    state["average"].lerp_(grad, 0.25)
+    param.add_(cube(state["average"]) / state["step"], alpha=-group["lr"])
+""")
 
 
-class Decaying(PerParameter):
-    """Reads the new state after it was sent, and the parameter before."""
+# An operator that no kernel is generated for.
+Turning = toy("turning")('param.add_(torch.remainder(cube(grad), 3.0), alpha=-group["lr"])')
 
-    def update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state.update(average=torch.zeros_like(param), square=torch.zeros_like(param))
-        state["average"].lerp_(grad + 0.1 * param, 0.25)
-        state["square"].mul_(0.9).addcmul_(grad, grad, value=0.1)
-        update = cube(state["average"]) / (state["square"].clamp(min=1e-3) + state["average"].abs())
-        param.mul_(1 - group["lr"]).sub_(update * group["lr"])
+
+# Reads the new state after it was sent, and the parameter before.
+Decaying = toy("decaying")("""
+    if not state:
+        state.update(average=torch.zeros_like(param), square=torch.zeros_like(param))
+    state["average"].lerp_(grad + 0.1 * param, 0.25)
+    state["square"].mul_(0.9).addcmul_(grad, grad, value=0.1)
+    update = cube(state["average"]) / (state["square"].clamp(min=1e-3) + state["average"].abs())
+    param.mul_(1 - group["lr"]).sub_(update * group["lr"])
+""")
 
 
 MAKE: dict[str, Callable[[list[Any]], Optimizer]] = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.codegen.pointwise import generating, kernels_of
-from tests.harness.layouts import Case
+from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import full
 from tests.harness.optimizers import GroupSpec, Scheduler, muon, param_groups, shapes_of
 from tests.harness.ranks import run
-from tests.harness.training import ALONE, Training, trained
+from tests.harness.training import Training, trained
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.ranks

@@ -5,26 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
 from tests.harness.pairs import feed, muon, parameters, params_of
-from tests.harness.toy_optimizers import PerParameter, cube
+from tests.harness.traps.grammar import toy
 
-
-class CoupledLate(PerParameter):
-    """Begins to look at all gradients on its fiftieth step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            norm = sum(p.grad.norm() for p in group["params"] if p.grad is not None)
-            for param in group["params"]:
-                state = self.state[param]
-                state["step"] = state.get("step", 0) + 1
-                scale = norm if state["step"] > 49 else 1.0
-                param.add_(cube(param.grad) * scale, alpha=-group["lr"])
+# Begins to look at all gradients on its fiftieth step.
+CoupledLate = toy(
+    "coupled-late",
+    group='norm = sum(p.grad.norm() for p in group["params"] if p.grad is not None)',
+    param='state["step"] = state.get("step", 0) + 1',
+    times='norm if state["step"] > 49 else 1.0',
+)()
 
 
 def trained(steps: int) -> tuple[int, str]:

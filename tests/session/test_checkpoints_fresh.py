@@ -9,29 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
-from tests.harness.checkpointing import OPTIMIZERS, SAVED, Holder, Moment, Run, first_values, once
+from tests.harness.checkpointing import OPTIMIZERS, SAVED, Holder, Run, first_values, once
 from tests.harness.layouts import Case
 from tests.harness.marks import first, full
 from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.toy_habits import CountingInState, RootOfNorm
-from tests.harness.toy_optimizers import Counting, CountingInGroup, CountingOnItself, PerParameter, State, cube
+from tests.harness.toys import Counting, CountingInGroup, CountingInState, CountingOnItself, RootOfNorm
+from tests.harness.traps.grammar import toy
 
-
-class Drawing(PerParameter):
-    """Begins with noise."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state["noise"] = torch.rand(param.shape)
-        param.add_(cube(grad) * state["noise"], alpha=-group["lr"])
+# Begins with noise.
+Drawing = toy("drawing")("""
+    if not state:
+        state["noise"] = torch.rand(param.shape)
+    param.add_(cube(grad) * state["noise"], alpha=-group["lr"])
+""")
 
 
 COUNTING: dict[str, Callable[[list[Any]], Optimizer]] = {
@@ -50,10 +47,10 @@ def look(optimizer: Optimizer) -> dict[str, Any]:
     return get_optimizer_state_dict(Holder(params_of(optimizer)), optimizer)
 
 
-def plain_look(name: str) -> Moment:
+def plain_look(name: str) -> Optimizer:
     optimizer = OPTIMIZERS[name]([torch.nn.Parameter(v.clone()) for v in first_values()])
     look(optimizer)
-    return Moment(first_values(), optimizer.state_dict())
+    return optimizer
 
 
 def looked_at(name: str, case: Case) -> list[str]:

@@ -20,61 +20,40 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.runtime import meeting
 from examples.optimizers.soap import SOAP
 from tests.harness import marks
-from tests.harness.layouts import Case, Laid, full, replicate_of
-from tests.harness.optimizers import share_captures
+from tests.harness.checkpointing import EVERY, SHAPES
+from tests.harness.layouts import ALONE, Case
+from tests.harness.pairs import Pair, unlike
 from tests.harness.ranks import run
 
-SHAPES = ((8, 6), (6, 8), (8, 6))
 MAKERS: dict[str, Callable[..., Any]] = {
     "muon": partial(torch.optim.Muon, lr=2e-2),
-    "soap": partial(SOAP, lr=1e-2, every=2),
+    "soap": partial(SOAP, lr=1e-2, every=EVERY),
 }
 PATIENCE = timedelta(seconds=1)
 
 
-class Run:
+class Run(Pair):
     """A wrapped optimizer, and beside it the plain one on whole matrices with the same gradients."""
 
     def __init__(self, maker: str, case: Case) -> None:
-        self.random = torch.Generator().manual_seed(5)
-        values = [torch.randn(s, generator=self.random) for s in SHAPES]
-        self.laid = Laid(values, case)
-        self.params = self.laid.params
-        self.plain_params = [torch.nn.Parameter(v.clone()) for v in values]
-        self.plain = MAKERS[maker](self.plain_params)
-        self.optimizer = MAKERS[maker](self.params)
-        canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), strategy="owner")
-        share_captures(self.optimizer)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            for i, (param, plain) in enumerate(zip(self.params, self.plain_params, strict=True)):
-                plain.grad = torch.randn(plain.shape, generator=self.random)
-                param.grad = self.laid.like_param(plain.grad, i)
-            self.plain.step()
-            self.optimizer.step()
+        super().__init__(MAKERS[maker], SHAPES, case, strategy="owner")
 
     def equal(self, found: Mapping[str, Any], *, local: bool = False) -> bool:
         """Does a state dict equal the plain one's? `local` looks at fragments on this rank alone."""
+        expected = self.plain.state_dict()["state"]
 
-        def same(index: int, a: Any, b: Any) -> bool:
-            if not isinstance(a, Tensor):
-                return bool(a == b)
-            if isinstance(a, torch.distributed.tensor.DTensor):
-                return torch.equal(a._local_tensor, self.laid.fragment(b, index)) if local else torch.equal(full(a), b)
-            return torch.equal(a, b)
+        def laid(value: Any, i: int) -> Any:
+            like = local and isinstance(value, Tensor) and value.shape == SHAPES[i]
+            return self.laid.like_param(value, i) if like else value
 
-        expected = self.plain.state_dict()
-        for index, state in expected["state"].items():
-            leaves, form = pytree.tree_flatten(state)
-            own, own_form = pytree.tree_flatten({k: found["state"][index][k] for k in state})
-            if form != own_form or not all(same(index, a, b) for a, b in zip(own, leaves, strict=True)):
-                return False
-        return bool(found["state"].keys() == expected["state"].keys())
+        return found["state"].keys() == expected.keys() and not any(
+            unlike("", found["state"][i], {key: laid(value, i) for key, value in own.items()}, self.laid, i)
+            for i, own in expected.items()
+        )
 
 
 def steps_alone(maker: str) -> None:
-    Run(maker, Case("plain", ())).steps(3)
+    Run(maker, ALONE).go(3)
 
 
 def ready(maker: str) -> partial[Any]:
@@ -102,20 +81,20 @@ def alone_then_all(maker: str, case: Case) -> tuple[list[tuple[str, float]], lis
     meeting.PATIENCE, before = PATIENCE, meeting.PATIENCE
     try:
         rank, made = dist.get_rank(), Run(maker, case)
-        made.steps(3)
+        made.go(3)
         dist.barrier()
         first = keys()
         dist.barrier()
         tries, equal = [], []
         if rank == 0:
-            tries += [attempt(made.optimizer.state_dict), attempt(made.optimizer.state_dict)]
+            tries += [attempt(made.wrapped.state_dict), attempt(made.wrapped.state_dict)]
         dist.barrier()
-        equal.append(made.equal(made.optimizer.state_dict()))  # the third meeting for rank 0, the first for rank 1
-        made.steps(1)
+        equal.append(made.equal(made.wrapped.state_dict()))  # the third meeting for rank 0, the first for rank 1
+        made.go(1)
         if rank == 1:
-            tries.append(attempt(made.optimizer.state_dict))  # rank 0 waits in the next step meanwhile
-        made.steps(2)
-        equal.append(made.equal(made.optimizer.state_dict()))
+            tries.append(attempt(made.wrapped.state_dict))  # rank 0 waits in the next step meanwhile
+        made.go(2)
+        equal.append(made.equal(made.wrapped.state_dict()))
         dist.barrier()
         left = keys() - first
         dist.barrier()
@@ -142,9 +121,9 @@ def test_one_rank_alone(maker: str, case: Case) -> None:
 def apart(maker: str, case: Case) -> bool:
     """Ranks that come seconds apart."""
     made = Run(maker, case)
-    made.steps(2)
+    made.go(2)
     time.sleep(2.0 * dist.get_rank())
-    return made.equal(made.optimizer.state_dict())
+    return made.equal(made.wrapped.state_dict())
 
 
 @pytest.mark.ranks
@@ -157,24 +136,24 @@ def consolidated(maker: str, case: Case, to: int) -> tuple[bool, str, list[str]]
     meeting.PATIENCE, before = PATIENCE, meeting.PATIENCE
     try:
         made = Run(maker, case)
-        made.steps(3)
+        made.go(3)
         rank = dist.get_rank()
-        made.optimizer.canzona.consolidate(to=to)
+        made.wrapped.canzona.consolidate(to=to)
         equal, refused = True, ""
         if rank == to:
-            equal = made.equal(made.optimizer.state_dict(), local=True)
-            equal = equal and made.equal(made.optimizer.state_dict(), local=True)
+            equal = made.equal(made.wrapped.state_dict(), local=True)
+            equal = equal and made.equal(made.wrapped.state_dict(), local=True)
         else:
-            refused, _ = attempt(made.optimizer.state_dict)
-            assert made.optimizer.canzona.session._consolidated.state is None
-        made.steps(1)
-        stale = [attempt(made.optimizer.state_dict)[0]] if rank == to else []
+            refused, _ = attempt(made.wrapped.state_dict)
+            assert made.wrapped.canzona.session._consolidated.state is None
+        made.go(1)
+        stale = [attempt(made.wrapped.state_dict)[0]] if rank == to else []
         dist.barrier()
-        equal = made.equal(made.optimizer.state_dict()) and equal
-        made.steps(1)
-        made.optimizer.canzona.consolidate(to=to)
-        canzona_compile.unwrap(made.optimizer)
-        return made.equal(made.optimizer.state_dict()) and equal, refused, stale
+        equal = made.equal(made.wrapped.state_dict()) and equal
+        made.go(1)
+        made.wrapped.canzona.consolidate(to=to)
+        canzona_compile.unwrap(made.wrapped)
+        return made.equal(made.wrapped.state_dict()) and equal, refused, stale
     finally:
         meeting.PATIENCE = before
 
@@ -201,13 +180,13 @@ def test_consolidate(maker: str, case: Case, to: int) -> None:
 def broken(case: Case) -> tuple[str, float]:
     """Rank 1 fails on its way through a step that rank 0 has taken."""
     made = Run("muon", case)
-    made.steps(2)
+    made.go(2)
     if dist.get_rank() == 1:
-        session = made.optimizer.canzona.session
+        session = made.wrapped.canzona.session
         with pytest.raises(ValueError, match="stopped"), session.telling():
             raise ValueError("stopped")
-        return attempt(made.optimizer.state_dict)
-    return attempt(made.optimizer.state_dict)
+        return attempt(made.wrapped.state_dict)
+    return attempt(made.wrapped.state_dict)
 
 
 @pytest.mark.ranks
@@ -219,11 +198,11 @@ def test_a_meeting_ends_when_a_rank_has_failed() -> None:
 
 def other_calls(case: Case) -> list[str]:
     made = Run("muon", case)
-    made.steps(2)
+    made.go(2)
     to = dist.get_rank()
-    said = [attempt(lambda: made.optimizer.canzona.consolidate(to=to))[0]]
-    made.steps(1)
-    return [*said, str(made.equal(made.optimizer.state_dict()))]
+    said = [attempt(lambda: made.wrapped.canzona.consolidate(to=to))[0]]
+    made.go(1)
+    return [*said, str(made.equal(made.wrapped.state_dict()))]
 
 
 @pytest.mark.ranks
@@ -236,8 +215,8 @@ def test_ranks_that_call_different_things() -> None:
 def local_state() -> bool:
     """Muon under FSDP2 keeps fragments: one rank alone gets its own."""
     made = Run("muon", Case("fsdp", (2,)))
-    made.steps(2)
-    return made.equal(made.optimizer.state_dict(), local=True) if dist.get_rank() == 0 else True
+    made.go(2)
+    return made.equal(made.wrapped.state_dict(), local=True) if dist.get_rank() == 0 else True
 
 
 @pytest.mark.ranks

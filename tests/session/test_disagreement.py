@@ -15,7 +15,7 @@ import canzona_compile
 from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.candidates import CANDIDATES
 from canzona_compile.kernels.dispatch import Problem
-from tests.harness.layouts import Case, full
+from tests.harness.layouts import Case
 from tests.harness.marks import only
 from tests.harness.ranks import run
 from tests.harness.trainer import ALIKE, SHAPES, Outcome, Trainer, check, ready
@@ -31,6 +31,7 @@ def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
     shapes = differ.get("shapes", SHAPES) if odd else SHAPES
     options = differ.get("options", {}) if odd else {}
     trainer = Trainer(case, shapes=shapes, **options)
+    trainer.feed()
     group = trainer.optimizer.param_groups[0]
     if odd:
         group.update(differ.get("group", {}))
@@ -41,7 +42,6 @@ def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
         if "fewer" in differ:
             for key in ("params", "param_names"):
                 group[key] = group[key][: differ["fewer"]]
-    trainer.gradients()
     return trainer.last_step()
 
 
@@ -87,7 +87,7 @@ def tuned_on_one_rank(folder: str) -> Outcome:
             problem = Problem("sym_gemm", 1, 1024, 4096, torch.bfloat16, torch.bfloat16, 16)
             tuning_cache.store(machine, problem, CANDIDATES["sym_gemm", 90][0], {})
         trainer = Trainer(Case("fsdp", (2,)))
-        trainer.gradients()
+        trainer.feed()
         return trainer.last_step()
 
 
@@ -99,25 +99,20 @@ def test_kernels_that_were_tuned_on_one_rank_only(tmp_path: Path) -> None:
 
 
 def mended(odd: float | str) -> list[str]:
-    """Two steps at a rate that rank 1 alone has, then steps at the right one; what was raised, and what differs."""
-    case = Case("fsdp", (2,))
-    trainer, alone = (Trainer(own, shapes=ALIKE) for own in (case, Case("plain", ())))
-    right = alone.optimizer.param_groups[0]["lr"]
+    """Two steps at a rate that rank 1 alone has, then steps at the right one; what was raised, and what changed."""
+    trainer = Trainer(Case("fsdp", (2,)), shapes=ALIKE)
     said = []
     for step in range(4):
-        for own in (trainer, alone):
-            own.gradients()
+        trainer.feed()
         if step == 1:
             if dist.get_rank() == 1:
                 trainer.optimizer.param_groups[0]["lr"] = odd
             for _ in range(2):
                 outcome = trainer.last_step()
                 said += [outcome.error, *outcome.changed]
-            trainer.optimizer.param_groups[0]["lr"] = right
-        trainer.optimizer.step()
-        alone.optimizer.step()
-        pairs = zip(trainer.params, alone.params, strict=True)
-        said += [f"step {step}: parameter {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(full(a), full(b))]
+            trainer.optimizer.param_groups[0]["lr"] = trainer.plain.param_groups[0]["lr"]
+        trainer.take()
+        trainer.check()
     return said
 
 
@@ -130,23 +125,20 @@ def test_training_goes_on_once_the_cause_is_gone(odd: float | str) -> None:
     assert {*first, *other} <= {"InvalidGradient", "RankMismatch", "UnsupportedOptimizer", "CanzonaError"}
 
 
-def of_different_classes() -> list[str]:
-    """A step of Muon on rank 0 and SGD on rank 1, then two steps of a Muon on both; what was raised, what differs."""
+def of_different_classes() -> str:
+    """A step of Muon on rank 0 and SGD on rank 1, then two steps of a Muon on both; what was raised."""
     case = Case("fsdp", (2,))
     wrong = Trainer(case)
     if dist.get_rank() == 1:
         wrong.optimizer = canzona_compile.wrap(torch.optim.SGD(wrong.params, momentum=0.9))
-    wrong.gradients()
-    said = [wrong.last_step().error]
-    trainer, alone = (Trainer(own, shapes=ALIKE) for own in (case, Case("plain", ())))
-    for _ in range(2):
-        for own in (trainer, alone):
-            own.gradients()
-            own.optimizer.step()
-    pairs = enumerate(zip(trainer.params, alone.params, strict=True))
-    return said + [f"parameter {i}" for i, (a, b) in pairs if not torch.equal(full(a), full(b))]
+    wrong.feed()
+    error = wrong.last_step().error
+    trainer = Trainer(case, shapes=ALIKE)
+    trainer.go(2)
+    trainer.check()
+    return error
 
 
 @pytest.mark.ranks
 def test_new_optimizers_plan_after_ranks_made_different_ones() -> None:
-    assert run(2, of_different_classes, fresh=True, after=ready()) == [["RankMismatch"], ["RankMismatch"]]
+    assert run(2, of_different_classes, fresh=True, after=ready()) == ["RankMismatch"] * 2

@@ -18,8 +18,9 @@ from canzona_compile.ir.pipeline import PassRecord
 from canzona_compile.replica.raised import failed_on
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed, full, only
+from tests.harness.pairs import params_of
 from tests.harness.ranks import PATIENCE, Died, run
-from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check, ready
+from tests.harness.trainer import NAMES, Outcome, Trainer, check, ready
 
 # -- a rank dies -----------------------------------------------------------------------------------
 
@@ -27,10 +28,10 @@ from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check, ready
 def step_with_a_victim(case: Case, victim: int, call: int) -> Outcome:
     """In the third step rank `victim` ends at its all-to-all number `call`."""
     trainer = Trainer(case, strategy="owner")
-    trainer.steps(2)
+    trainer.go(2)
     groups = len(trainer.optimizer.canzona.report().to_dict()["micro_groups"])
     assert groups == 1, "with several groups the first ones may be updated"
-    trainer.gradients()
+    trainer.feed()
     if dist.get_rank() == victim:
         original, calls = dist.all_to_all_single, 0
 
@@ -76,7 +77,7 @@ def test_a_rank_dies_in_mid_step(case: Case, victim: int, call: int) -> None:
 def step_with_a_failing_observer(case: Case, strategy: str, victim: int) -> Outcome:
     """On rank `victim` an observer raises when the program of the first step was emitted, before ranks connect."""
     trainer = Trainer(case, strategy=strategy)
-    trainer.gradients()
+    trainer.feed()
 
     def fail(record: PassRecord) -> None:
         if record.name == "emit":
@@ -99,8 +100,8 @@ def test_a_rank_fails_while_it_makes_the_program(strategy: str) -> None:
 def step_without(absent: int, patience: float) -> Outcome | None:
     """In the third step rank `absent` does something else for longer than the timeout."""
     trainer = Trainer(Case("fsdp", (dist.get_world_size(),)))
-    trainer.steps(2)
-    trainer.gradients()
+    trainer.go(2)
+    trainer.feed()
     if dist.get_rank() == absent:
         time.sleep(2 * patience)
         return None
@@ -164,8 +165,8 @@ def step_missing(
     These ranks come `late` seconds after the others.
     """
     trainer = Trainer(*cases, strategy=strategy, **options)
-    trainer.steps(steps)
-    trainer.gradients()
+    trainer.go(steps)
+    trainer.feed()
     for i in missing.get(dist.get_rank(), []):
         trainer.params[i].grad = None
         time.sleep(late)
@@ -222,31 +223,13 @@ def test_different_gradients_missing() -> None:
     check(found, {"InvalidGradient", "RankMismatch"}, "second", "third")
 
 
-def train_with_gaps(cases: list[Case], gaps: dict[int, list[int]]) -> tuple[list[bool], list[bool]]:
+def train_with_gaps(cases: list[Case], gaps: dict[int, list[int]]) -> None:
     """Six steps; `gaps` maps steps to parameters without a gradient there, on every rank."""
     trainer = Trainer(*cases, strategy="owner")
-    start = torch.Generator().manual_seed(3)
-    alone = [torch.nn.Parameter(torch.randn(s, generator=start)) for s in SHAPES]
-    plain = torch.optim.Muon(alone, lr=2e-2)
     for step in range(6):
-        whole = trainer.gradients()
-        for i, (mine, other) in enumerate(zip(trainer.params, alone, strict=True)):
-            other.grad = whole[i]
-            if i in gaps.get(step, []):
-                mine.grad = other.grad = None
-        trainer.optimizer.step()
-        plain.step()
-    state = trainer.optimizer.state_dict()["state"]
-    same, same_state = [], []
-    for i, (mine, other) in enumerate(zip(trainer.params, alone, strict=True)):
-        same.append(torch.equal(local(mine), trainer.laid.fragment(other, i)))
-        expected = plain.state.get(other, {}).get("momentum_buffer")
-        got = state.get(i, {}).get("momentum_buffer")
-        if expected is None or got is None:
-            same_state.append(expected is got)
-        else:
-            same_state.append(torch.equal(local(got), trainer.laid.fragment(expected, i)))
-    return same, same_state
+        trainer.feed(*gaps.get(step, []))
+        trainer.take()
+    trainer.check()
 
 
 @pytest.mark.ranks
@@ -255,16 +238,14 @@ def train_with_gaps(cases: list[Case], gaps: dict[int, list[int]]) -> tuple[list
 )
 def test_gradient_missing_on_all_ranks(cases: list[Case], when: str) -> None:
     """The parameter is skipped, as the plain optimizer does."""
-    for same, same_state in run(cases[0].world, train_with_gaps, cases, GAPS[when], after=ready()):
-        assert same == [True] * 4
-        assert same_state == [True] * 4
+    run(cases[0].world, train_with_gaps, cases, GAPS[when], after=ready())
 
 
 def train_slowly(ranks: int) -> list[bool]:
     """In the third step all ranks lack a gradient, and rank 1 starts its collectives seconds later."""
     trainer = Trainer(Case("fsdp", (ranks,)))
-    trainer.steps(2)
-    trainer.gradients()
+    trainer.go(2)
+    trainer.feed()
     before = [local(param).clone() for param in trainer.params]
     trainer.params[1].grad = None
     original = dist.all_to_all_single
@@ -305,8 +286,8 @@ def whole(param: Tensor) -> Tensor:
 def step_bad(cases: list[Case], steps: int, make: Callable[[Tensor], Tensor]) -> Outcome:
     """After some steps rank 1 has a gradient for its second parameter that is none."""
     trainer = Trainer(*cases, strategy="owner")
-    trainer.steps(steps)
-    trainer.gradients()
+    trainer.go(steps)
+    trainer.feed()
     if dist.get_rank() == 1:
         param = trainer.params[1]
         param.grad = None
@@ -332,23 +313,19 @@ def test_bad_gradient_on_one_rank(kind: str, steps: int) -> None:
 
 
 def train_nan(ranks: int) -> list[bool]:
-    """A gradient that is not a number in one element, in the second of three steps."""
+    """A gradient that is not a number in one element, in the second of three steps; where there are such."""
     trainer = Trainer(Case("fsdp", (ranks,)))
-    start = torch.Generator().manual_seed(3)
-    alone = [torch.nn.Parameter(torch.randn(s, generator=start)) for s in SHAPES]
-    plain = torch.optim.Muon(alone, lr=2e-2)
     for step in range(3):
-        whole = trainer.gradients()
+        trainer.feed()
         if step == 1:
-            whole[2][5, 5] = torch.nan
-            trainer.params[2].grad = trainer.laid.like_param(whole[2], 2)
-        for param, grad in zip(alone, whole, strict=True):
-            param.grad = grad
-        trainer.optimizer.step()
-        plain.step()
-    same = []
-    for i, (mine, other) in enumerate(zip(trainer.params, alone, strict=True)):
-        expected = trainer.laid.fragment(other, i)
+            grad = params_of(trainer.plain)[2].grad
+            assert grad is not None
+            grad[5, 5] = torch.nan
+            trainer.share()
+        trainer.take()
+    same, whole = [], [param.detach() for param in params_of(trainer.plain)]
+    for i, mine in enumerate(trainer.params):
+        expected = trainer.laid.fragment(whole[i], i)
         assert bool(expected.isnan().any()) == (i == 2)
         same.append(torch.equal(local(mine).isnan(), expected.isnan()))
         same.append(torch.equal(local(mine).nan_to_num(), expected.nan_to_num()))

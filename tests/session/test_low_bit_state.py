@@ -6,22 +6,21 @@ Each case is shown for a class of our own and, where it is installed, for torcha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from tests.harness.layouts import Case, Laid, full
+from tests.harness.layouts import Case, full
 from tests.harness.low_bit import LowBitMomentum
 from tests.harness.marks import first
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import params_of, same_bits
+from tests.harness.pairs import Pair, same_bits
 from tests.harness.published import imported
 from tests.harness.ranks import run
 
@@ -36,41 +35,22 @@ def make(package: str, params: list[Any], draws: bool = False) -> Optimizer:
     return made
 
 
-def values_of(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    """First values of two parameters, and what draws a gradient."""
-    random = torch.Generator().manual_seed(0)
-
-    def drawn() -> Tensor:
-        return torch.randn(shape, generator=random).to(dtype)
-
-    return [drawn(), drawn()], drawn
-
-
 # -- taken over from plain steps ---------------------------------------------------------------------
 
 
 def wrapped_late(package: str, layout: str, shape: tuple[int, int]) -> str:
     """Two plain steps, three wrapped ones; the error, or what differs from the plain optimizer on whole matrices."""
-    first, drawn = values_of(shape)
-    laid = Laid(first, Case(layout, (2,)))
-    optimizer = make(package, laid.params)
-    plain = make(package, [nn.Parameter(value.clone()) for value in first])
+    pair = Pair(partial(make, package), (shape,) * 2, Case(layout, (2,)), compares_state=False)
+    canzona_compile.unwrap(pair.wrapped)
     # torch's cache of compiled functions takes a step on quantized state for one on plain state of the same sizes.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        for step in range(5):
-            if step == 2:
-                optimizer = canzona_compile.wrap(optimizer)
-                share_captures(optimizer)
-            for i, param in enumerate(params_of(plain)):
-                param.grad = drawn()
-                laid.params[i].grad = laid.like_param(param.grad, i)
-            try:
-                optimizer.step()
-            except CanzonaError as error:
-                return str(error)
-            plain.step()
-    pairs = enumerate(zip(laid.params, params_of(plain), strict=True))
-    return str([i for i, (mine, whole) in pairs if not same_bits(full(mine), whole.detach())])
+        try:
+            pair.go(2)
+            share_captures(canzona_compile.wrap(pair.wrapped))
+            pair.go(3)
+        except CanzonaError as error:
+            return str(error)
+    return str(pair.different())
 
 
 @pytest.mark.ranks
@@ -105,35 +85,30 @@ def test_fragments_that_stay_apart_are_refused_on_all_ranks(
 
 def saved_midway(package: str, layout: str) -> list[str]:
     """Three steps, two more, and the same two by a new optimizer that loads what was saved; what differs."""
-    first, drawn = values_of((128, 64), torch.bfloat16)
-    grads = [[drawn() for _ in first] for _ in range(5)]
 
-    def train(optimizer: Any, laid: Laid, steps: range) -> None:
-        for step in steps:
-            for i, param in enumerate(laid.params):
-                param.grad = laid.like_param(grads[step][i], i)
-            optimizer.step()
+    def begun() -> Pair:
+        made = partial(make, package, draws=True)
+        options: Any = {"dtype": torch.bfloat16, "captures_anew": True, "strategy": "owner", "one_per_matrix": made}
+        return Pair(made, ((128, 64),) * 2, Case(layout, (2,)), **options)
 
-    def begun(values: list[Tensor]) -> tuple[Any, Laid]:
-        laid = Laid(values, Case(layout, (2,)))
-        optimizer = canzona_compile.wrap(
-            make(package, laid.params, draws=True),
-            strategy="owner",
-            one_per_matrix=partial(make, package, draws=True),
-        )
-        return optimizer, laid
+    def train(pair: Pair, steps: range) -> None:
+        for pair.number in steps:
+            pair.feed()
+            pair.wrapped.step()
 
-    one, laid = begun(first)
-    train(one, laid, range(3))
-    assert {row.cell for row in canzona_compile.explain(one).parameters} == {"own object"}
-    state, values = copy.deepcopy(one.state_dict()), [full(param).detach().clone() for param in laid.params]
+    one, other = begun(), begun()
+    train(one, range(3))
+    assert {row.cell for row in canzona_compile.explain(one.wrapped).parameters} == {"own object"}
+    state = copy.deepcopy(one.wrapped.state_dict())
     kept = [value for own in state["state"].values() for value in own.values() if isinstance(value, Tensor)]
     assert {type(value) for value in kept} == {Tensor}  # any checkpoint can hold them
-    train(one, laid, range(3, 5))
-    other, again = begun(values)
-    other.load_state_dict(state)
-    train(other, again, range(3, 5))
-    pairs = enumerate(zip(laid.params, again.params, strict=True))
+    with torch.no_grad():
+        for mine, yours in zip(other.laid.params, one.laid.params, strict=True):
+            mine.copy_(yours)
+    other.wrapped.load_state_dict(state)
+    for pair in (one, other):
+        train(pair, range(3, 5))
+    pairs = enumerate(zip(one.laid.params, other.laid.params, strict=True))
     return [f"parameter {i}" for i, (mine, yours) in pairs if not same_bits(full(mine), full(yours))]
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -34,8 +34,7 @@ from tests.harness.marks import full
 from tests.harness.optimizers import Shared, muon
 from tests.harness.pairs import feed, parameters
 from tests.harness.ranks import Died, run
-from tests.harness.training import Outcome, Training, check, on_ranks
-from tests.harness.training import train as train_one
+from tests.harness.training import Training, check, on_ranks
 from tests.lowering.emitted_steps import emitted
 
 pytestmark = pytest.mark.usefixtures("captures_shared")
@@ -56,14 +55,9 @@ def measured_in_between(optimizer: Optimizer) -> Callable[[int], None]:
 
 
 TRAININGS = {
-    "muon": Training(lambda params: muon([{"params": params}]), SHAPES, AT + COUNT + 1, measured_in_between),
-    "soap": Training(lambda params: SOAP(params, every=3), SHAPES, AT + COUNT + 1, measured_in_between),
+    name: Training(make, SHAPES, AT + COUNT + 1, measured_in_between, among=Shared())
+    for name, make in {"muon": lambda p: muon([{"params": p}]), "soap": lambda p: SOAP(p, every=3)}.items()
 }
-CAPTURED = {name: Shared() for name in TRAININGS}
-
-
-def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    return train_one(TRAININGS[name], cases, dtype, among=CAPTURED[name], **options)
 
 
 PHASES = {
@@ -83,7 +77,7 @@ PHASES = {
     ids=str,
 )
 def test_phases_add_up_and_bits_stay(case: Case, name: str) -> None:
-    outcomes = on_ranks(train, name, [case], torch.float32, strategy="owner", hardware=KNOWN)
+    outcomes = on_ranks(__name__, name, [case], strategy="owner", hardware=KNOWN)
     check(outcomes)  # the bits of the plain optimizer, and in the last step no collective more
     found = outcomes[0].report["measured"]
     assert found == outcomes[1].report["measured"]

@@ -17,7 +17,8 @@ import canzona_compile
 from canzona_compile.errors import CanzonaError, EveryRankComputes, InvalidGradient, UnsupportedOptimizer
 from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
-from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.toys import WideFactors
+from tests.harness.traps.grammar import toy
 
 
 @pytest.mark.parametrize("other", [lambda memory: memory[4:], lambda memory: memory[:8].T], ids=["rows", "transposed"])
@@ -44,17 +45,6 @@ def test_parameters_side_by_side_in_one_memory_are_not() -> None:
 def test_parameters_without_dims(kind: Any) -> None:
     """A scalar, as CLIP's `logit_scale`, under optimizers that its ranks gather whole."""
     Pair(lambda params: kind(params, lr=0.1), shapes=((), (6, 4))).steps(3)
-
-
-class WideFactors(PerParameter):
-    """Keeps a momentum in the dtype of the parameter and a preconditioner in float32."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state.update(momentum=torch.zeros_like(param), factor=torch.zeros(len(param), len(param)))
-        state["momentum"].lerp_(grad, 0.1)
-        state["factor"].lerp_(grad.float() @ grad.float().T, 0.1)
-        param.add_((state["factor"] @ state["momentum"].float()).to(param.dtype), alpha=-group["lr"])
 
 
 @pytest.mark.parametrize(
@@ -125,15 +115,7 @@ def test_ranks_that_a_launcher_started_and_nobody_joined(monkeypatch: pytest.Mon
         optimizer.step()
 
 
-class Tidy(PerParameter):
-    """Drops gradients when it is done with them."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        self.zero_grad()
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"])
+Tidy = toy("tidy", end="self.zero_grad()")()  # drops gradients when it is done with them
 
 
 def test_gradients_that_the_step_drops_are_gone() -> None:

@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
+from torch.optim import Optimizer
 
 from canzona_compile.runtime import channel
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed
+from tests.harness.pairs import params_of
 from tests.harness.ranks import Died, run
 from tests.harness.trainer import ALIKE, Outcome, Trainer, check, ready
 
@@ -62,8 +64,8 @@ def wrong_gradient(trainer: Trainer) -> None:
 
 def differs(case: Case, edit: Edit) -> Outcome:
     trainer = Trainer(case)
-    trainer.steps(3)
-    trainer.gradients()
+    trainer.go(3)
+    trainer.feed()
     if dist.get_rank() == 1:
         edit(trainer)
     return trainer.last_step()
@@ -118,8 +120,8 @@ def test_one_of_many_ranks_dies() -> None:
 
 def unsummed_gradient(case: Case) -> Outcome:
     trainer = Trainer(case)
-    trainer.steps(3)
-    trainer.gradients()
+    trainer.go(3)
+    trainer.feed()
     param: Any = trainer.params[2]
     placements = [Partial() if p.is_replicate() else p for p in param.placements]
     param.grad = DTensor.from_local(
@@ -141,7 +143,7 @@ class Callback:
 
 def holds_an_object(case: Case) -> str:
     trainer = Trainer(case)
-    trainer.steps(2)
+    trainer.go(2)
     # Objects that stay alive, so that the same line makes one at another address on every rank.
     others = [Callback() for _ in range(100 * dist.get_rank())]
     set_hyper(trainer, "callback", Callback())
@@ -156,93 +158,72 @@ def test_addresses_of_objects_do_not_differ() -> None:
     assert run(case.world, holds_an_object, case, after=ready()) == ["", ""]
 
 
-def goes_on(case: Case, edit: Edit) -> tuple[list[bool], list[str]]:
-    """One rank has a wrong gradient once; all catch the error and go on: beside a run without that step."""
-    trainer, other = Trainer(case, shapes=ALIKE), Trainer(case, shapes=ALIKE)
-    for own in (trainer, other):
-        own.steps(2)
-    errors = []
-    whole = trainer.gradients()
+def goes_on(case: Case, edit: Edit) -> str:
+    """One rank has a wrong gradient once; all catch the error and go on."""
+    trainer = Trainer(case, shapes=ALIKE)
+    trainer.go(2)
+    trainer.feed()
     if dist.get_rank() == 1:
         edit(trainer)
-    errors.append(trainer.last_step().error)
-    for i, param in enumerate(trainer.params):
+    error = trainer.last_step().error
+    for param in trainer.params:
         param.grad = None
         param.grad_dtype = param.dtype
-        param.grad = trainer.laid.like_param(whole[i], i)
-    trainer.optimizer.step()
-    trainer.steps(2)
-    other.steps(3)
-    same = [torch.equal(local(a), local(b)) for a, b in zip(trainer.params, other.params, strict=True)]
-    return same, errors
+    trainer.share()
+    trainer.take()
+    trainer.go(2)
+    trainer.check()
+    return error
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_after_a_refused_gradient_all_go_on(case: Case) -> None:
-    for same, errors in run(case.world, goes_on, case, wrong_gradient, after=ready()):
-        assert same == [True] * 4
-        assert errors in (["RankMismatch"], ["InvalidGradient"])
+    assert {*run(case.world, goes_on, case, wrong_gradient, after=ready())} <= {"RankMismatch", "InvalidGradient"}
 
 
 # -- all ranks alike -------------------------------------------------------------------------------
 
 
-def replace_memory(trainer: Trainer, other: Trainer) -> None:
-    for own in (trainer, other):
-        for param in own.params:
-            part = param._local_tensor if isinstance(param, DTensor) else param
-            part.data = part.detach().clone()
+def replace_memory(optimizer: Optimizer) -> None:
+    for param in params_of(optimizer):
+        part = param._local_tensor if isinstance(param, DTensor) else param
+        part.data = part.detach().clone()
 
 
-def clear_both(trainer: Trainer, other: Trainer) -> None:
-    for own in (trainer, other):
-        own.optimizer.state.clear()
+def clear(optimizer: Optimizer) -> None:
+    optimizer.state.clear()
 
 
-def delete_one(trainer: Trainer, other: Trainer) -> None:
-    for own in (trainer, other):
-        del own.optimizer.state[own.params[1]]
+def delete_one(optimizer: Optimizer) -> None:
+    del optimizer.state[params_of(optimizer)[1]]
 
 
-def pop_one(trainer: Trainer, other: Trainer) -> None:
-    for own in (trainer, other):
-        own.optimizer.state.pop(own.params[1])
+def pop_one(optimizer: Optimizer) -> None:
+    optimizer.state.pop(params_of(optimizer)[1])
 
 
-def halve_one(trainer: Trainer, other: Trainer) -> None:
-    for own in (trainer, other):
-        for value in own.optimizer.state[own.params[1]].values():
-            if value is not None:  # it lies on an owner elsewhere
-                value.mul_(0.5)
+def halve_one(optimizer: Optimizer) -> None:
+    for value in optimizer.state[params_of(optimizer)[1]].values():
+        if value is not None:  # it lies on an owner elsewhere
+            value.mul_(0.5)
 
 
-def follows(case: Case, edit: Callable[[Trainer, Trainer], None]) -> list[bool]:
-    """A wrapped optimizer on fragments, and the plain one on whole matrices, edited alike."""
-    wrapped = Trainer(case)
-    alone = Trainer(Case("plain", ()))
-    plain = torch.optim.Muon(alone.params, lr=2e-2)
-
-    def step(count: int) -> None:
-        for _ in range(count):
-            alone.gradients()
-            wrapped.gradients()
-            plain.step()
-            wrapped.optimizer.step()
-
-    step(3)
-    alone.optimizer = plain
-    edit(wrapped, alone)
-    step(3)
-    pairs = enumerate(zip(wrapped.params, alone.params, strict=True))
-    return [torch.equal(local(a), wrapped.laid.fragment(b.detach(), i)) for i, (a, b) in pairs]
+def follows(case: Case, edit: Callable[[Optimizer], None]) -> None:
+    """The plain optimizer and the wrapped one are edited alike."""
+    trainer = Trainer(case)
+    trainer.go(3)
+    for optimizer in trainer.both:
+        edit(optimizer)
+    trainer.go(3)
+    trainer.check()
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("edit", [replace_memory, clear_both, delete_one, pop_one, halve_one])
+@pytest.mark.parametrize("edit", [replace_memory, clear, delete_one, pop_one, halve_one])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_ranks_change_alike(case: Case, edit: Callable[[Trainer, Trainer], None]) -> None:
-    assert run(case.world, follows, case, edit, after=ready()) == [[True] * 4] * case.world
+def test_all_ranks_change_alike(case: Case, edit: Callable[[Optimizer], None]) -> None:
+    run(case.world, follows, case, edit, after=ready())
 
 
 # -- errors on the way -----------------------------------------------------------------------------
@@ -251,8 +232,8 @@ def test_all_ranks_change_alike(case: Case, edit: Callable[[Trainer, Trainer], N
 def interrupted(case: Case, error: type[BaseException]) -> list[str]:
     """Rank 1 is interrupted when all exchanges of a step are behind it; then all try to go on."""
     trainer = Trainer(case)
-    trainer.steps(2)
-    trainer.gradients()
+    trainer.go(2)
+    trainer.feed()
     found = []
     original = StepDriver.step
 

@@ -21,12 +21,13 @@ from canzona_compile import CanzonaError, Split
 from canzona_compile.ir.split import rows_of
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.soap import SOAP
-from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.layouts import ALONE, Case, Laid, full, replicate_of
 from tests.harness.marks import crossed, first, only
 from tests.harness.optimizers import StackMuon, share_captures
-from tests.harness.pairs import feed, parameters, params_of, same_bits
+from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.ranks import do_alone, run
-from tests.harness.toy_optimizers import HostReading, PerParameter
+from tests.harness.toy_optimizers import HostReading
+from tests.harness.traps.grammar import toy
 
 Splits = Mapping[str, Split | Mapping[str, int]]
 STEPS = 6
@@ -63,26 +64,23 @@ def apart(splits: Splits, name: str, weight: Tensor) -> list[Tensor]:
     return [weight]
 
 
-class Both:
+class Both(Pair):
     """The wrapped optimizer of fused parameters on this rank, and the plain one of their parts."""
 
     def __init__(
         self, make: str, splits: Splits, case: Case | None, shapes: Sequence[tuple[int, ...]] = SHAPES, **options: Any
     ) -> None:
-        self.random = torch.Generator().manual_seed(5)
-        self.splits = splits
-        values = [torch.randn(s, generator=self.random) for s in shapes]
-        self.laid = Laid(values, case or Case("plain", ()))
-        self.names = NAMES[: len(shapes)]
-        self.plain = OPTIMIZERS[make](
-            [
-                nn.Parameter(part.clone())
-                for n, v in zip(self.names, values, strict=True)
-                for part in apart(splits, n, v)
-            ]
-        )
+        self.splits, self.shapes, self.names = splits, tuple(shapes), NAMES[: len(shapes)]
         self.options = {"split": splits, "replicate": case and replicate_of(case), **options}
+        self.laid = Laid([param.detach() for param in parameters(self.shapes)], case or ALONE)
+        self.plain = OPTIMIZERS[make]([nn.Parameter(part.clone()) for part in self.parts(parameters(self.shapes))])
         self.wrapped = self.wrap_one(make)
+        self.number = 0
+
+    def parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """The logical matrices in tensors like the parameters."""
+        pairs = zip(self.names, wholes, strict=True)
+        return [part for name, whole in pairs for part in apart(self.splits, name, whole.detach())]
 
     def wrap_one(self, make: str) -> Any:
         named = {"params": self.laid.params, "param_names": list(self.names)}
@@ -90,15 +88,12 @@ class Both:
         share_captures(made)
         return made
 
-    def step(self) -> None:
-        grads = [torch.randn(p.shape, generator=self.random) for p in self.laid.params]
-        parts = [part for name, grad in zip(self.names, grads, strict=True) for part in apart(self.splits, name, grad)]
-        for param, part in zip(params_of(self.plain), parts, strict=True):
+    def feed(self, *_missing: int) -> None:
+        grads = parameters(self.shapes, seed=1000 + self.number)
+        for param, part in zip(params_of(self.plain), self.parts(grads), strict=True):
             param.grad = part
         for i, param in enumerate(self.laid.params):
-            param.grad = self.laid.like_param(grads[i], i)
-        self.plain.step()
-        self.wrapped.step()
+            param.grad = self.laid.like_param(grads[i].detach(), i)
 
     def different(self) -> list[str]:
         """What of the fused parameters, and of the state of their pieces, is not that of the plain ones."""
@@ -106,9 +101,7 @@ class Both:
         state = self.wrapped.state_dict()["state"]
         for i, (name, param) in enumerate(zip(self.names, self.laid.params, strict=True)):
             own = {key: full(v) if isinstance(v, Tensor) else v for key, v in state[i].items()}
-            parts = apart(self.splits, name, full(param))
-            pieces = self.piece_names(name)
-            for piece, part in zip(pieces, parts, strict=True):
+            for piece, part in zip(self.piece_names(name), apart(self.splits, name, full(param)), strict=True):
                 expected = next(left)
                 if not same_bits(part, expected.detach()):
                     found.append(f"{name}[{piece}]")
@@ -144,8 +137,8 @@ def train(make: str, splits: Splits, case: Case | None, restored: bool = False, 
     for step in range(STEPS):
         if restored and step == STEPS // 2:
             both.wrapped.load_state_dict(both.wrapped.state_dict())
-        both.step()
-    assert both.different() == []
+        both.go(1)
+    both.check()
     report: dict[str, Any] = both.wrapped.canzona.report().to_dict()
     return report
 
@@ -223,8 +216,7 @@ def test_gate_and_up_of_a_stack_of_experts(layout: str) -> None:
 
 def save(make: str, layout: str) -> tuple[list[Tensor], dict[str, Any]]:
     both = Both(make, BLOCK, Case(layout, (2,)))
-    for _ in range(4):
-        both.step()
+    both.go(4)
     saved = both.wrapped.state_dict()
     state = {i: {k: full(v) if isinstance(v, Tensor) else v for k, v in s.items()} for i, s in saved["state"].items()}
     return [full(p) for p in both.laid.params], {**saved, "state": state}
@@ -232,15 +224,13 @@ def save(make: str, layout: str) -> tuple[list[Tensor], dict[str, Any]]:
 
 def load(make: str, params: list[Tensor], saved: dict[str, Any]) -> list[str]:
     both = Both(make, BLOCK, None)
-    for _ in range(4):
-        both.step()
+    both.go(4)
     with torch.no_grad():
         for param, value in zip(both.laid.params, params, strict=True):
             param.copy_(value)
     both.wrapped = both.wrap_one(make)
     both.wrapped.load_state_dict(saved)
-    for _ in range(4):
-        both.step()
+    both.go(4)
     return both.different()
 
 
@@ -254,13 +244,13 @@ def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> Non
 
 def state_to_plain_and_back() -> None:
     both = Both("muon", BLOCK, None)
-    both.step()
+    both.go(1)
     plain = OPTIMIZERS["muon"]([nn.Parameter(p.detach().clone()) for p in both.laid.params])
     plain.load_state_dict(canzona_compile.unwrap(both.wrapped).state_dict())
     both.wrapped = both.wrap_one("muon")
     both.wrapped.load_state_dict(plain.state_dict())
-    both.step()
-    assert both.different() == []
+    both.go(1)
+    both.check()
 
 
 def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() -> None:
@@ -270,7 +260,7 @@ def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() 
 @pytest.mark.full
 def test_state_of_the_fused_matrix_is_refused() -> None:
     both = Both("soap", {}, None)
-    both.step()
+    both.go(1)
     fused = both.wrapped.state_dict()
     both.options["split"] = BLOCK
     other = both.wrap_one("soap")
@@ -317,7 +307,7 @@ def test_names_from_the_model() -> None:
 
 def miss_a_gradient() -> None:
     both = Both("soap", BLOCK, None)
-    both.step()
+    both.go(1)
     qkv, *_ = both.laid.params
     before = qkv.detach().clone()
     for param in both.laid.params[1:]:
@@ -331,18 +321,14 @@ def test_a_missing_gradient_is_missing_for_every_piece() -> None:
     do_alone(partial(miss_a_gradient))
 
 
-class ScaledSign(PerParameter):
-    """An elementwise step at a rate that depends on the shape."""
+# An elementwise step at a rate that depends on the shape.
+ScaledSign = toy("scaled-sign")("""
+    param.sub_(grad.sign(), alpha=group["lr"] * (param.shape[0] / param.shape[1]) ** 0.5)
+""")
 
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
-        param.sub_(grad.sign(), alpha=group["lr"] * (param.shape[0] / param.shape[1]) ** 0.5)
 
-
-class CountedSign(PerParameter):
-    """An elementwise step at an integer that depends on the shape."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
-        param.sub_(grad.sign() * param.shape[0])
+# An elementwise step at an integer that depends on the shape.
+CountedSign = toy("counted-sign")("param.sub_(grad.sign() * param.shape[0])")
 
 
 @pytest.mark.parametrize("kind", [ScaledSign, CountedSign])
@@ -367,13 +353,12 @@ def test_elementwise_work_is_left_whole() -> None:
 
 def go_on_in_copies(make: str) -> None:
     both = Both(make, SPLITS["interleaved"], None)
-    both.step()
-    both.step()
+    both.go(2)
     assert canzona_compile.wrap(both.wrapped, split=SPLITS["interleaved"]) is both.wrapped
     copies = [copy.deepcopy(both.wrapped), pickle.loads(pickle.dumps(both.wrapped))]
     for other in copies:
         share_captures(other)
-    both.step()
+    both.go(1)
     for other in copies:
         for mine, param in zip(params_of(other), both.laid.params, strict=True):
             assert param.grad is not None
@@ -381,7 +366,7 @@ def go_on_in_copies(make: str) -> None:
         other.step()
         pairs = zip(params_of(other), both.laid.params, strict=True)
         assert all(same_bits(mine.detach(), param.detach()) for mine, param in pairs)
-    assert both.different() == []
+    both.check()
 
 
 @pytest.mark.full
@@ -392,11 +377,11 @@ def test_copies_go_on_alike(make: str) -> None:
 
 def move() -> None:
     both = Both("muon", BLOCK, None)
-    both.step()
+    both.go(1)
     for param in both.laid.params:
         param.data = param.data.clone()
-    both.step()
-    assert both.different() == []
+    both.go(1)
+    both.check()
 
 
 def test_a_parameter_that_moves_keeps_its_pieces() -> None:

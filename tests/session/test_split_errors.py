@@ -54,7 +54,7 @@ def test_bad_for_the_parameters(split: Splits, says: str) -> None:
     both.wrapped = both.wrap_one("muon")
     before = [p.detach().clone() for p in both.laid.params]
     with pytest.raises(CanzonaError, match=says.replace("'*.qkv' and 'attention*'", r"'\*.qkv' and 'attention\*'")):
-        both.step()
+        both.go(1)
     assert all(torch.equal(a, b) for a, b in zip(before, both.laid.params, strict=True))
 
 
@@ -83,7 +83,7 @@ def test_a_step_that_is_refused_leaves_what_users_wrote_meanwhile() -> None:
 def scattered() -> str:
     both = Both("muon", SPLITS["any order"], Case("fsdp", (2,)))
     with pytest.raises(CanzonaError) as error:
-        both.step()
+        both.go(1)
     return str(error.value)
 
 
@@ -98,7 +98,7 @@ def test_an_order_that_crosses_ranks_is_refused_on_all_of_them() -> None:
 def bad_gradient(what: str) -> str:
     """A gradient that is bad on rank 1 only; what the other rank hears of it."""
     both = Both("muon", BLOCK, Case("fsdp", (2,)), strategy="owner")
-    both.step()
+    both.go(1)
     before = [local(p).clone() for p in both.laid.params]
     for i, param in enumerate(both.laid.params):
         param.grad = both.laid.like_param(torch.ones(SHAPES[i]), i)

@@ -19,10 +19,9 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.variant_period import repetition, variant_period_of
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
-from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.layouts import Case
 from tests.harness.marks import first
-from tests.harness.optimizers import share_captures
-from tests.harness.pairs import params_of, same_bits
+from tests.harness.pairs import Pair, different, params_of, same_bits
 from tests.harness.ranks import do_alone, run
 
 STEPS, EVERY = 14, 4
@@ -99,42 +98,27 @@ KINDS: dict[str, type[Any]] = {"state": Periodic, "dispatch": PeriodicByDispatch
 
 def train(kind: str, case: Case | None, special: int = -1, restored: bool = False) -> dict[str, Any]:
     """A wrapped optimizer that staggers, beside a plain one with the offsets that it chose."""
-    random = torch.Generator().manual_seed(2)
-    values = [torch.randn(s, generator=random) for s in SHAPES]
-    laid = Laid(values, case or Case("plain", ()))
-    wrapped: Any = KINDS[kind](laid.params, special=special)
-    canzona_compile.wrap(wrapped, stagger=True, strategy="owner", replicate=case and replicate_of(case))
-    share_captures(wrapped)
-    plain: Any = KINDS[kind]([nn.Parameter(v.clone()) for v in values], special=special)
+    pair = Pair(partial(KINDS[kind], special=special), SHAPES, case, stagger=True, strategy="owner")
+    plain: Any = pair.plain
+    names = [f"group0.param{i}" for i in range(len(SHAPES))]
     for step in range(STEPS):
-        lr = 0.1 / (1 + step)
-        for i, param in enumerate(params_of(plain)):
-            param.grad = torch.randn(param.shape, generator=random)
-            laid.params[i].grad = laid.like_param(param.grad, i)
-        for optimizer in (wrapped, plain):
-            optimizer.param_groups[0]["lr"] = lr
-        wrapped.step()
+        pair.set("lr", 0.1 / (1 + step))
+        pair.go(1)
         if step == 0:
-            plan = wrapped.canzona.session.driver.plan
-            ahead, names = plan.stagger.ahead, [f"group0.param{i}" for i in range(len(SHAPES))]
+            plan = pair.wrapped.canzona.session.driver.plan
+            ahead = plan.stagger.ahead
         # The first step makes the state, and what comes before the period begins is nobody's to stagger.
         plain.phases = {
             p: ahead[n]
             for p, n in zip(params_of(plain), names, strict=True)
-            if step > plan.bound[n].kind.variant_period.start
+            if step + 1 > plan.bound[n].kind.variant_period.start
         }
-        plain.step()
         if restored and step == STEPS // 2:
-            wrapped.load_state_dict(wrapped.state_dict())
-    mine, yours = wrapped.state_dict(), plain.state_dict()
-    for i, param in enumerate(params_of(plain)):
-        assert same_bits(full(laid.params[i]), param.detach()), f"parameter {i}, {ahead[names[i]]} ahead"
-        for leaf, value in yours["state"][i].items():
-            found = mine["state"][i][leaf]
-            assert same_bits(full(found) if isinstance(found, Tensor) else found, value), f"{leaf} of {i}"
-    assert mine["param_groups"] == yours["param_groups"]
+            pair.wrapped.load_state_dict(pair.wrapped.state_dict())
+    pair.check()
+    assert pair.wrapped.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
     assert len(set(ahead.values())) > 2, "an owner has at least three matrices"
-    report: dict[str, Any] = wrapped.canzona.report().to_dict()
+    report = pair.report.to_dict()
     assert max(plan.bound[n].kind.variant_period.start for n in names) == max(special - 1, 0)
     assert report["captures"] == (2 + (special > 0)) * len(set(SHAPES))
     assert report["rank_programs"] <= EVERY + 1 + 2 * (special > 0), (
@@ -195,21 +179,15 @@ def test_shampoo_with_counters_that_run_ahead(missing: bool) -> None:
 
     A matrix that missed gradients is ahead of its own counter.
     """
-    values = [torch.randn(s) for s in SHAPES]
-    plain, wrapped = (Shampoo([nn.Parameter(v.clone()) for v in values], lr=0.1, every=5) for _ in range(2))
-    canzona_compile.wrap(wrapped, stagger=True)
-    share_captures(wrapped)
+    pair = Pair(partial(Shampoo, lr=0.1, every=5), SHAPES, stagger=True)
     for step in range(STEPS):
-        for i, (a, b) in enumerate(zip(params_of(plain), params_of(wrapped), strict=True)):
-            a.grad = None if missing and step and (step + i) % 7 == 0 else torch.randn_like(a)
-            b.grad = None if a.grad is None else a.grad.clone()
-        plain.step()
-        wrapped.step()
+        pair.feed(*(i for i in range(len(SHAPES)) if missing and step and (step + i) % 7 == 0))
+        pair.take()
         if step == 0:
-            plan = wrapped.canzona.session.driver.plan  # type: ignore[attr-defined]
-            for name, param in zip(plan.bound, params_of(plain), strict=True):
-                plain.state[param]["step"] += plan.stagger.ahead[name]
-    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(params_of(plain), params_of(wrapped), strict=True))
+            plan = pair.wrapped.canzona.session.driver.plan
+            for name, param in zip(plan.bound, params_of(pair.plain), strict=True):
+                pair.plain.state[param]["step"] += plan.stagger.ahead[name]
+    assert different(*pair.both, states=False) == []
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from canzona_compile.errors import InvalidGradient
 from canzona_compile.session.compared import ChangeKind, StepChange
 from canzona_compile.session.held import HeldState
 from canzona_compile.session.step_driver import StepDriver
-from tests.harness import toy_optimizers as toys
+from tests.harness import toys
 from tests.harness.pairs import Pair, feed, params_of
 
 

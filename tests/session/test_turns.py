@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from canzona_compile import CanzonaError, Chain, chain
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.layouts import Case
-from tests.harness.pairs import Pair, Shape, capture_alone, different, parameters
+from tests.harness.pairs import Pair, Shape, capture_alone, parameters
 from tests.harness.ranks import run
 
 SHAPES, FEW = ((6, 4), (4, 6)) * 30, ((6, 4), (4, 6)) * 3
@@ -97,12 +97,8 @@ def trained(how: str, shapes: tuple[Shape, ...] = SHAPES, case: Case | None = No
             found.add(repr(error))
 
     with MEANWHILE[how](call):
-        for _ in range(STEPS):
-            pair.feed()
-            for optimizer in pair.both:
-                optimizer.step()
-            pair.number += 1
-    return found | {*different(*pair.both)}
+        pair.go(STEPS)
+    return found | {*pair.different()}
 
 
 REFUSED = "state_dict() was called in the middle of step() of the same optimizer, and nothing was changed"

@@ -12,13 +12,12 @@ from torch.optim import Optimizer
 
 from canzona_compile.session import session
 from examples.optimizers.soap import SOAP
-from tests.harness import toy_optimizers as toys
-from tests.harness.layouts import Case
+from tests.harness import toys
+from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import crossed, first
 from tests.harness.pairs import Pair, Shape
 from tests.harness.ranks import do_alone, run
-from tests.harness.toy_optimizers import PerParameter, cube
-from tests.harness.training import ALONE
+from tests.harness.traps.grammar import toy
 
 SHAPES: tuple[Shape, ...] = ((6, 4), (5, 7)) * 2
 KINDS = {
@@ -122,19 +121,15 @@ def test_a_number_that_becomes_a_tensor_is_followed(later: Tensor) -> None:
         pair.step()
 
 
-class TimesRate(PerParameter):
-    """Multiplies by the rate, whatever it is."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
-        param.sub_((cube(grad) * group["lr"]).to(param.dtype))
+# Multiplies by the rate, whatever it is.
+TimesRate = toy("times-rate")('param.sub_((cube(grad) * group["lr"]).to(param.dtype))')
 
 
-class OnlyCounts(PerParameter):
-    """Elementwise, with nothing but a counter in its state, which begins by itself."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
-        state["steps"] = state.get("steps", 0) + 1
-        param.sub_(grad, alpha=group["lr"] / state["steps"])
+# Elementwise, with nothing but a counter in its state, which begins by itself.
+OnlyCounts = toy("only-counts")("""
+    state["steps"] = state.get("steps", 0) + 1
+    param.sub_(grad, alpha=group["lr"] / state["steps"])
+""")
 
 
 def test_a_state_of_counters_begins_by_itself() -> None:

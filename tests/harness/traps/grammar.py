@@ -235,6 +235,17 @@ def optimizer(name: str, **pieces: Any) -> Callable[[Params], Any]:
     return Source(name, Pieces(**pieces), {}).make
 
 
+def toy(name: str, **pieces: Any) -> Callable[[str], type[Any]]:
+    """A function from the body of an update, or nothing, to the class of an optimizer made of it, and of pieces."""
+
+    def made(body: str = "") -> type[Any]:
+        update = {"param": body, "update": ""} if body else {}
+        kind: type[Any] = Source(name, Pieces(**{**update, **pieces}), {}).module[class_name(name)]
+        return kind
+
+    return made
+
+
 # -- traps -----------------------------------------------------------------------------------------
 
 

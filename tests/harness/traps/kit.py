@@ -276,3 +276,37 @@ def as_entry(grad: Tensor, entry: Any) -> Any:
     if entry.ndim == 1:
         return (grad.sum(1) if len(entry) == grad.shape[0] else grad.sum(0)).to(entry.dtype)
     return (grad if entry.shape == grad.shape else grad.T).to(entry.dtype)
+
+
+# -- for steps that are written for people ---------------------------------------------------------
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Products inside are computed in this precision."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def traced_by_nobody(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A decorator whose wrapper Dynamo refuses, as its `print` does."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        print(end="")
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@traced_by_nobody
+def orthogonal(matrix: Tensor, steps: int, eps: float) -> Tensor:
+    """Newton-Schulz."""
+    matrix = matrix / (matrix.norm() + eps)
+    for _ in range(steps):
+        matrix = 1.5 * matrix - 0.5 * matrix @ matrix.T @ matrix
+    return matrix

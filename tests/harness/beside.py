@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from canzona_compile.api.chain import Chain
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.ir.split import chosen, rows_of
-from tests.harness.pairs import same_bits
+from tests.harness.pairs import different, same_bits
 from tests.harness.verdicts import ways_of
 
 
 class BesidePlain:
-    """Follows the steps of a script that knows nothing of it, by a hook of torch for all optimizers.
+    """Follows the steps of code that knows nothing of it, by a hook of torch for all optimizers.
 
-    Whatever a script's parallelism is, each rank gathers gradients and parameters, and steps a plain optimizer on its
+    Whatever the parallelism is, each rank gathers gradients and parameters, and steps a plain optimizer on its
     own. Parameters are compared just before the next step, when every collective of the last one is over. Of a
     chain, the optimizers are followed one by one.
 
@@ -42,6 +42,12 @@ class BesidePlain:
     def close(self) -> None:
         self._handle.remove()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Torch's hook; it may change the arguments. A closure makes the gradients, so its turn is first."""
         if "canzona" not in vars(optimizer) or isinstance(optimizer, Chain):
@@ -60,18 +66,15 @@ class BesidePlain:
         return args[:1], {"closure": then_step}
 
     def _step(self, optimizer: Any) -> None:
-        whole = [[self._whole(optimizer, g, i, p) for i, p in params_of(g)] for g in optimizer.param_groups]
+        whole = self._values(optimizer)
         if id(optimizer) not in self.plain:
             self.seen.append(optimizer)
             self.plain[id(optimizer)] = plain_optimizer(optimizer, whole)
         else:
             self.ways.setdefault(plain_class(optimizer).__name__, set()).update(ways_of(optimizer))
         plain = self.plain[id(optimizer)]
+        self._compare(optimizer, whole)
         for group, own, values in zip(optimizer.param_groups, plain.param_groups, whole, strict=True):
-            for (i, _), expected, value in zip(params_of(group), in_turn(own["params"], values), values, strict=True):
-                self.compared += len(value)
-                if not all(same_bits(a.detach(), b) for a, b in zip(expected, value, strict=True)):
-                    self.differing.append(f"{type(optimizer).__name__}, parameter {i}, comparison {self.compared}")
             own.update({key: v for key, v in group.items() if key not in ("params", "param_names")})
             for (i, param), expected in zip(params_of(group), in_turn(own["params"], values), strict=True):
                 if param.grad is not None:
@@ -81,6 +84,24 @@ class BesidePlain:
                     for mine in expected:
                         mine.grad = None
         plain.step()
+
+    def _compare(self, optimizer: Any, whole: list[list[list[Tensor]]]) -> None:
+        for own, values in zip(self.plain[id(optimizer)].param_groups, whole, strict=True):
+            for i, (expected, value) in enumerate(zip(in_turn(own["params"], values), values, strict=True)):
+                self.compared += len(value)
+                if not all(same_bits(a.detach(), b) for a, b in zip(expected, value, strict=True)):
+                    self.differing.append(f"{type(optimizer).__name__}, parameter {i}, comparison {self.compared}")
+
+    def finish(self) -> list[str]:
+        """Compare what all optimizers hold after their last steps, states as well: all that differed, ever."""
+        for optimizer in self.seen:
+            self._compare(optimizer, self._values(optimizer))
+            self.differing += different(self.plain[id(optimizer)], optimizer)
+        assert self.compared > 0
+        return self.differing
+
+    def _values(self, optimizer: Any) -> list[list[list[Tensor]]]:
+        return [[self._whole(optimizer, g, i, p) for i, p in params_of(g)] for g in optimizer.param_groups]
 
     def _whole(self, optimizer: Any, group: dict[str, Any], place: int, tensor: Tensor) -> list[Tensor]:
         """A parameter or gradient gathered, as the logical matrices that it consists of."""
