@@ -25,14 +25,10 @@ class SharedSlots:
 
     Steps on which the optimizer's code takes different variants run different programs. Their buffers have similar
     sizes, so one set of slots serves all of them.
-
-    Attributes:
-        gradients: copies of gradients that recordings read, by task (see `gradient_copies`).
     """
 
     def __init__(self) -> None:
         self._slots: list[SharedSlot] = []
-        self.gradients: dict[str, Tensor] = {}
 
     def of(self, sizes: Sequence[int], device: torch.device) -> list[SharedSlot]:
         """Return one slot per size. No slot is returned twice by one call.

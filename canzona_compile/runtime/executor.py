@@ -91,7 +91,7 @@ class Executor:
     Args:
         program: the program that `emit` wrote for this rank.
         sources: what its inputs are bound to.
-        memory: the slots from which it takes its buffers, and the copies of gradients.
+        memory: the slots from which it takes its buffers.
         cuda_graphs: whether the program may be recorded as a CUDA graph. It counts on CUDA only.
     """
 
@@ -106,7 +106,7 @@ class Executor:
         self._timed: TimedProgram | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if device.type == "cuda":
-            self.replay = Replay(program, device, self.streams.entered, wanted=cuda_graphs, gradients=memory.gradients)
+            self.replay = Replay(program, device, self.streams.entered, wanted=cuda_graphs)
             self._guard = torch.cuda.device(device)
         self._arguments: list[Any] = []
         self._lookups: list[tuple[int, Callable[[], Any]]] = []

@@ -22,10 +22,9 @@ from canzona_compile.ir.program_ops import finish, keep, on_stream, record, star
 from canzona_compile.ir.step import Step
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
 from canzona_compile.runtime import stretches, waiter
-from canzona_compile.runtime.cuda_graph import Replay
-from canzona_compile.runtime.gradient_copies import GradientCopies
+from canzona_compile.runtime.cuda_graph import MOST_CHANGES, Replay
 from canzona_compile.runtime.graph_recorder import GraphRecorder
-from canzona_compile.runtime.scalar_ops import DeviceNumber
+from canzona_compile.runtime.kernel_words import KernelWords
 from canzona_compile.runtime.streams import CudaStreams, stream_named
 from tests.fake_cuda.device import FakeStream, current_device
 from tests.fake_cuda.on_device import look, on_stand_in
@@ -51,6 +50,14 @@ class Setting:
     name: str = "muon"
     options: tuple[tuple[str, Any], ...] = (("micro_groups", 4),)
 
+    @property
+    def count(self) -> int:
+        """How many steps are taken. The third one is recorded, later ones replay; where operators of torch read what
+        changes, first for the last time, their stretches run call by call."""
+        if not self.cuda_graphs:
+            return 2
+        return 5 if self.kernels or not (self.moving or self.changing) else 7 + MOST_CHANGES
+
 
 @cache
 def programs(setting: Setting) -> list[Step]:
@@ -60,10 +67,8 @@ def programs(setting: Setting) -> list[Step]:
 def outcome(setting: Setting, seed: int | None, plant: Any = None) -> Any:
     number_of = falling if setting.changing else steady
     steps = programs(setting)
-    # The third step is recorded, later ones replay; where gradients are copied once they have moved twice, the fifth.
-    count = 2 if not setting.cuda_graphs else 7 if setting.moving and not setting.kernels else 5
     timed = (4,) if setting.beside else ()
-    count += len(timed)
+    count = setting.count + len(timed)
     return run_programs(steps, seed, plant, count, number_of, setting.cuda_graphs, setting.moving, timed)
 
 
@@ -72,7 +77,7 @@ def right(setting: Setting) -> Any:
     """What the programs give if each piece of work is done at once, and gradients stay where they are."""
     if setting.moving:
         steps, number_of = programs(setting), falling if setting.changing else steady
-        return run_programs(steps, None, None, 5 if setting.kernels else 7, number_of)
+        return run_programs(steps, None, None, setting.count, number_of)
     return outcome(setting, None)
 
 
@@ -200,14 +205,31 @@ def numbers_of_first_steps(kernel: GroupedKernel, values: Any, real: Any = Group
 
 
 WORDS = Setting((1, 1), kernels=True, changing=True, moving=True, options=())
-COPIES = Setting((1, 1), changing=True, moving=True, options=())
+MIXED = Setting((1, 2), changing=True, options=(("micro_groups", 4),))  # apply reads a number that changes
 
 
-def where_they_were(replay: Replay, i: int, tensors: Any, real: Any = Replay._place) -> Any:
-    """Look where tensors are, and do not tell kernels."""
-    found = real(replay, i, tensors)
-    replay._places.pop(i, None)
-    return found
+def where_they_were(words: KernelWords, places: Any, arguments: Any, real: Any = KernelWords.send) -> bool:
+    """Do not tell kernels where tensors are."""
+    return bool(real(words, {}, arguments))
+
+
+def as_before(replay: Replay, arguments: Any, real: Any = Replay._look) -> Any:
+    """Look at a step, and do not see what operators of torch read."""
+    return {
+        look: None if look[0] in ("number", "address") else value for look, value in real(replay, arguments).items()
+    }
+
+
+def alone(replay: Replay, why: Any, real: Any = Replay._call) -> None:
+    """Run stretches call by call, and not those that read what they compute."""
+    inputs = {stretch: stretch.inputs for stretch in replay.cut.stretches}
+    try:
+        for stretch in inputs:
+            object.__setattr__(stretch, "inputs", ())
+        real(replay, why)
+    finally:
+        for stretch, own in inputs.items():
+            object.__setattr__(stretch, "inputs", own)
 
 
 def early(real: Any) -> Any:
@@ -233,18 +255,12 @@ def send_from_one_place(words: StepWords, first: int = 0, last: int | None = Non
 
 
 MOVING: dict[str, tuple[Setting, Mistake]] = {
-    "kernels are not told where gradients are": (WORDS, replaced(Replay, "_place", where_they_were)),
-    "words are sent while the step before reads them": (WORDS, replaced(Replay, "_resume", early(Replay._resume))),
+    "kernels are not told where gradients are": (WORDS, replaced(KernelWords, "send", where_they_were)),
+    "words are sent while the step before reads them": (WORDS, replaced(KernelWords, "send", early(KernelWords.send))),
     "words are sent from memory that is written again": (WORDS, replaced(StepWords, "send", send_from_one_place)),
-    "gradients are not copied": (
-        COPIES,
-        replaced(
-            GradientCopies, "fill", lambda own, given: [own.copies.get(i, value) for i, value in enumerate(given)]
-        ),
-    ),
-    "gradients are copied while the step before reads them": (
-        COPIES,
-        replaced(GradientCopies, "fill", early(GradientCopies.fill)),
+    "nobody sees that gradients moved which torch reads": (
+        Setting((1, 1), moving=True, options=()),
+        replaced(Replay, "_look", as_before),
     ),
 }
 CONNECTING_LESS = tuple(c for c in stretches.CONNECTING if c not in (start_all_to_all, finish))
@@ -252,10 +268,10 @@ MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     "no wait for collectives": (Setting(cuda_graphs=False), replaced(waiter.Waiter, "wait", nothing)),
     "events are not recorded": (Setting(cuda_graphs=False), replaced(CudaStreams, "record", nothing)),
     "events are not waited for": (Setting((2, 1), cuda_graphs=False), replaced(CudaStreams, "wait", nothing)),
-    "numbers are not filled": (Setting(changing=True), replaced(Replay, "_fill", nothing)),
-    "half of a number is filled": (
-        Setting(changing=True),
-        replaced(DeviceNumber, "fill", lambda number, value: number._double.fill(value)),
+    "nobody sees that numbers changed which torch reads": (MIXED, replaced(Replay, "_look", as_before)),
+    "what is computed call by call is read where it was": (
+        Setting((2, 1), moving=True),
+        replaced(Replay, "_call", alone),
     ),
     "numbers of kernels are not written before a replay": (
         Setting((1, 1), kernels=True, changing=True, options=()),
@@ -272,7 +288,7 @@ MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     ),
     "nobody sees that others run a program": (
         Setting((1, 1), kernels=True, options=(), beside=True),
-        replaced(Replay, "_writes", lambda replay: 0),
+        replaced(KernelWords, "writes", lambda words: 0),
     ),
 }
 MISTAKES |= MOVING

@@ -63,7 +63,6 @@ CORE: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_cuda_graph.py",
         "tests/runtime/test_graph_recorder.py",
         "tests/runtime/test_process_groups.py",
-        "tests/runtime/test_scalar_ops.py",
     ),
     "the stand-in for a GPU": ("tests/fake_cuda/test_trainings.py",),
     "rates of hardware": ("tests/machine",),
