@@ -117,7 +117,7 @@ def _triton(
     beta: Scalar,
     right: bool,
 ) -> None:
-    from canzona_compile.kernels.triangle import INTERPRETED  # here, so that everything else works without Triton
+    from canzona_compile.kernels.triton_parts import INTERPRETED  # here, so that everything else works without Triton
 
     runnable(choice, x, INTERPRETED)
     if choice.tile is None or choice.kernel not in ("tma", "pointer"):
@@ -126,18 +126,18 @@ def _triton(
     if choice.kernel == "tma":
         if _alignment(8, f, x, target) < 8:
             raise ValueError("tma: rows must begin at multiples of 16 bytes, and out must have the strides of x")
-        from canzona_compile.kernels.gemm_axpby_tma import launch as launch_tma
+        from canzona_compile.kernels.gemm_axpby_triton import launch_tma
 
         operands = (x, f) if right else (f, x)
         with guard(x):
             launch_tma(choice.tile, *operands, x, target, scalars)
         return
-    from canzona_compile.kernels.gemm_axpby_pointer import launch
+    from canzona_compile.kernels.gemm_axpby_triton import launch_pointer
 
     if right:  # X @ F is the transpose of F^T @ X^T, which strides can say
         f, x, target = f.mT, x.mT, target.mT
     with guard(x):
-        launch(choice.tile, f, x, target, scalars)
+        launch_pointer(choice.tile, f, x, target, scalars)
 
 
 def _library(f: Tensor, x: Tensor, y: Tensor, alpha: Scalar, beta: Scalar, right: bool) -> None:

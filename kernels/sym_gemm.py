@@ -134,12 +134,12 @@ def _run(
         return
     scalars = (on_device(alpha, a), on_device(beta, a), on_device(diag, a))
     # Imported here, so that everything else works without Triton.
-    from canzona_compile.kernels.triangle import INTERPRETED
+    from canzona_compile.kernels.triton_parts import INTERPRETED
 
     runnable(choice, a, INTERPRETED)
     assert choice.tile is not None
     if choice.kernel == "pointer":
-        from canzona_compile.kernels.sym_gemm_pointer import launch as launch_pointer
+        from canzona_compile.kernels.sym_gemm_triton import launch_pointer
 
         with guard(a):
             launch_pointer(choice.tile, a, b, c, d, scalars)
@@ -147,7 +147,7 @@ def _run(
     if alignment(*(x for x in (a, b, c, d) if x is not None)) < 8:
         raise ValueError(f"{choice.kernel}: rows must begin at multiples of 16 bytes; pad them")
     with guard(a):
-        from canzona_compile.kernels.sym_gemm_tma import launch as launch_tma
+        from canzona_compile.kernels.sym_gemm_triton import launch_tma
 
         launch_tma(choice.tile, a, b, c, d, scalars)
 

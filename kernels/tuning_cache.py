@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from canzona_compile.kernels.candidates import candidates
-from canzona_compile.kernels.dispatch import KernelChoice, Problem, Tile
+from canzona_compile.kernels.dispatch import KernelChoice, Problem, Tile, candidates
 
 log = logging.getLogger(__name__)
 

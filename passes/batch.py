@@ -26,7 +26,7 @@ class Batching:
 
     Under fast numerics all products qualify, and on CUDA decompositions do too if a stack of them is faster. Measured
     rates decide that (`eigh` and `eigh_batched`). Without such rates the version of torch decides
-    (`canzona_compile.kernels.batched`).
+    (`canzona_compile.lowering.stacking`).
 
     Attributes:
         exact: whether the step uses exact numerics.

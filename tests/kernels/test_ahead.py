@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 
-from canzona_compile.kernels.candidates import CANDIDATES
-from canzona_compile.kernels.dispatch import SQUARE, WIDE, Tile
+pytest.importorskip("triton")
+
+from benchmarks.kernel_model import LIMITS, Occupancy, cells, heading, lines, occupancy, page, resources_of
+from canzona_compile.kernels.dispatch import CANDIDATES, SQUARE, WIDE, Tile
 from tests.conftest import GOLDEN, Golden
 from tests.harness.marks import also
 from tests.harness.remembered import remembered
-from tests.kernels.occupancy import LIMITS, Occupancy, occupancy
-from tests.kernels.resources import cells, heading, lines, table
-
-pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = (80, 90, 100)
@@ -37,11 +35,11 @@ each_build = pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"sm_{bu
 
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> Built:
-    """What tests/kernels/ahead.py says of an architecture, made again only if a kernel changed."""
+    """What benchmarks/kernels_ahead.py says of an architecture, made again only if a kernel changed."""
 
     @cache
     def of(build: tuple[int, str]) -> Rows:
-        sources, name = ("kernels/*.py", "tests/kernels/ahead.py"), f"ahead-{build[0]}-{build[1]}"
+        sources, name = ("kernels/*.py", "benchmarks/kernels_ahead.py"), f"ahead-{build[0]}-{build[1]}"
         found: Rows = remembered(request.config, name, sources, lambda: compiled(*build))
         return found
 
@@ -54,7 +52,7 @@ def compiled(arch: int, which: str) -> Rows:
     environment["PYTHONPATH"] = str(ROOT)
     only = ["chosen"] if which == "chosen" else []
     said = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "kernels" / "ahead.py"), str(arch), *only],
+        [sys.executable, str(ROOT / "benchmarks" / "kernels_ahead.py"), str(arch), *only],
         env=environment,
         capture_output=True,
         text=True,
@@ -84,32 +82,18 @@ def test_every_candidate_was_compiled(built: Built, build: tuple[int, str]) -> N
 
 
 @each_build
-def test_nothing_spills_and_all_fits(built: Built, build: tuple[int, str]) -> None:
+def test_nothing_spills_all_fits_and_the_driver_takes_it(built: Built, build: tuple[int, str]) -> None:
+    """cuTensorMapEncodeTiled: at most 256 elements per dim, rows as wide as a swizzle at most. No allocator is set."""
     arch, _ = build
     for kernel in built(build):
-        assert kernel["spilled"] == 0, kernel
+        assert kernel["spilled"] == kernel["scratch"] == 0, kernel
         assert 0 < kernel["shared"] <= LIMITS[arch].shared_program, kernel
         fits = occupancy(arch, kernel["registers"], kernel["threads"], kernel["shared"], kernel["columns"])
         assert fits.programs >= 1, kernel
-
-
-@each_build
-def test_matrix_instructions_and_asynchronous_copies(built: Built, build: tuple[int, str]) -> None:
-    for kernel in built(build):
         assert kernel["matrix"] > 0, kernel
         assert kernel["copies"] > 0, kernel
         # Only where warps have roles are there more of them than the tile asks for.
-        more = kernel["threads"] > 32 * kernel["tile"]["warps"]
-        assert more == kernel["tile"]["specialized"], kernel
-
-
-@each_build
-def test_the_driver_takes_every_descriptor_and_nothing_is_allocated_by_a_launch(
-    built: Built, build: tuple[int, str]
-) -> None:
-    """cuTensorMapEncodeTiled: at most 256 elements per dim, rows as wide as a swizzle at most. No allocator is set."""
-    for kernel in built(build):
-        assert kernel["scratch"] == 0, kernel
+        assert (kernel["threads"] > 32 * kernel["tile"]["warps"]) == kernel["tile"]["specialized"], kernel
         assert len(kernel["boxes"]) == (0 if kernel["kernel"] == "pointer" else 4), kernel
         assert all(1 <= size <= 256 for box in kernel["boxes"] for size in box), kernel
         assert kernel["width"] <= 128, kernel
@@ -136,7 +120,7 @@ def test_what_every_candidate_takes_of_a_multiprocessor(built: Built, build: tup
     if not accepts and not kept.startswith(heading(arch, own)):
         pytest.skip(f"the table is that of {kept.split(',')[0].lstrip('# ')}, not of {own}")
     if which == "all":
-        golden(table(arch, own, built(build)), path)
+        golden(resources_of(arch, own, built(build)), path)
     elif not accepts:
         assert {*lines(map(cells, built(build)))} <= {*kept.splitlines(keepends=True)}
 
@@ -156,3 +140,8 @@ def test_what_every_candidate_takes_of_a_multiprocessor(built: Built, build: tup
 )
 def test_occupancy(arch: int, needs: tuple[int, ...], programs: int, limit: str) -> None:
     assert occupancy(arch, *needs) == Occupancy(programs, limit)
+
+
+def test_the_page_is_what_the_model_says() -> None:
+    """Else: python benchmarks/kernel_model.py > docs/kernel_model.md."""
+    assert (ROOT / "docs" / "kernel_model.md").read_text(encoding="utf-8") == page()

@@ -18,8 +18,9 @@ import torch
 
 from canzona_compile.__main__ import main
 from canzona_compile.kernels import tensor_args, tuning_cache
-from canzona_compile.kernels.candidates import CANDIDATES, DEEP
 from canzona_compile.kernels.dispatch import (
+    CANDIDATES,
+    DEEP,
     SQUARE,
     WIDE,
     KernelChoice,
@@ -305,14 +306,14 @@ def test_a_candidate_that_is_right_and_faster_wins(op: str) -> None:
 @interpreted
 def test_a_candidate_that_is_wrong_or_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast it is: a wrong element, a NaN, a kernel that raises."""
-    pointer = importlib.import_module("canzona_compile.kernels.sym_gemm_pointer")
-    right = pointer.launch
+    pointer = importlib.import_module("canzona_compile.kernels.sym_gemm_triton")
+    right = pointer.launch_pointer
 
     def wrong_in_the_last_matrix(tile: Tile, a: object, b: object, c: object, d: torch.Tensor, scalars: object) -> None:
         right(tile, a, b, c, d, scalars)
         d[-1, 5, 3] = float("nan") if tile.k == 32 else d[-1, 5, 3] + 1
 
-    monkeypatch.setattr(pointer, "launch", wrong_in_the_last_matrix)
+    monkeypatch.setattr(pointer, "launch_pointer", wrong_in_the_last_matrix)
     tiles = [Tile(16, 16, 16, 4, 2), Tile(16, 16, 32, 4, 2)]
     candidates = [*(KernelChoice("pointer", tile) for tile in tiles), KernelChoice("tma", Tile(16, 48, 16, 4, 2))]
     verdict = tune("sym_gemm", (2, 32, 48), torch.float16, torch.device("cpu"), candidates, pointer_is_faster, rounds=1)
@@ -325,8 +326,8 @@ def test_a_candidate_that_is_wrong_or_fails_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("op", ["sym_gemm", "gemm_axpby"])
 def test_a_candidate_that_writes_nothing_is_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the memory that it should write holds what the library left there."""
-    pointer = importlib.import_module(f"canzona_compile.kernels.{op}_pointer")
-    monkeypatch.setattr(pointer, "launch", lambda *_: None)
+    pointer = importlib.import_module(f"canzona_compile.kernels.{op}_triton")
+    monkeypatch.setattr(pointer, "launch_pointer", lambda *_: None)
     verdict = tune(op, (2, 32, 48), torch.float16, torch.device("cpu"), [POINTER], pointer_is_faster, rounds=1)  # type: ignore[arg-type]
     assert "off by" in verdict.trials[1].refused
     assert verdict.choice == LIBRARY
@@ -335,8 +336,8 @@ def test_a_candidate_that_writes_nothing_is_refused(op: str, monkeypatch: pytest
 @interpreted
 def test_a_candidate_that_leaves_a_product_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 1024, beside the diagonal of A A^T, on which bfloat16 cannot hold as little as that."""
-    pointer = importlib.import_module("canzona_compile.kernels.sym_gemm_pointer")
-    right = pointer.launch
+    pointer = importlib.import_module("canzona_compile.kernels.sym_gemm_triton")
+    right = pointer.launch_pointer
 
     def short(
         tile: Tile, a: torch.Tensor, b: torch.Tensor, c: object, d: torch.Tensor, scalars: tuple[float, ...]
@@ -345,7 +346,7 @@ def test_a_candidate_that_leaves_a_product_out_is_refused(monkeypatch: pytest.Mo
         lost = scalars[0] * (a[..., -1:].float() @ b[..., -1:].float().mT)
         d.sub_(lost - torch.diag_embed(lost.diagonal(dim1=-2, dim2=-1)))
 
-    monkeypatch.setattr(pointer, "launch", short)
+    monkeypatch.setattr(pointer, "launch_pointer", short)
     candidate = KernelChoice("pointer", Tile(16, 16, 128, warps=4, stages=2))
     verdict = tune("sym_gemm", (1, 32, 1024), HALF, torch.device("cpu"), [candidate], pointer_is_faster, rounds=1)
     assert "off by" in verdict.trials[1].refused

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from tests.harness.marks import crossed, first
 from tests.kernels.kernel_cases import (
     ALIGNED,
     LAYOUTS,
-    Guarded,
     close,
     integers,
     interpreted,
@@ -61,38 +58,6 @@ def test_sizes(shape: tuple[int, int, int], dtype: torch.dtype, choice: KernelCh
     factor = random(batch, *((n, n) if right else (m, m)), dtype=dtype, seed=1)
     result = gemm_axpby(factor, x, alpha=1.5, beta=-0.5, right=right, choice=choice)
     close(result, *exact(factor, x, 1.5, -0.5, right))
-
-
-@pytest.mark.parametrize("layouts", list(itertools.pairwise([*LAYOUTS, *LAYOUTS])), ids=str)
-@each_kernel
-def test_any_strides(choice: KernelChoice, layouts: tuple[str, str]) -> None:
-    factor = LAYOUTS[layouts[0]](random(2, 24, 24, dtype=torch.float32))
-    x = LAYOUTS[layouts[1]](random(2, 24, 19, dtype=torch.float32, seed=1))
-    out = Guarded.like((2, 24, 19), torch.float32)
-    assert gemm_axpby(factor, x, alpha=2.0, out=out.inner, choice=choice) is out.inner
-    close(out.inner, *exact(factor, x, 2.0, 1.0, False))
-    assert out.untouched()
-
-
-@pytest.mark.parametrize(
-    ("layouts", "right", "choice"),
-    crossed(list(itertools.product(ALIGNED, repeat=2)), [False, True], [TMA, PAIRS], most=2),
-    ids=label,
-)
-def test_layouts_of_descriptors(layouts: tuple[str, str], right: bool, choice: KernelChoice) -> None:
-    """Sizes that leave half-empty tiles, in both dims and in the sum."""
-    side = 56 if right else 40
-    factor = LAYOUTS[layouts[0]](random(2, side, side, dtype=torch.float16))
-    x = LAYOUTS[layouts[1]](random(2, 40, 56, dtype=torch.float16, seed=1))
-    result = torch.full((2, 40, 72), 7.0, dtype=torch.float16)
-    out = result[..., :56]
-    if layouts[1] == "turned":
-        result = torch.full((2, 56, 56), 7.0, dtype=torch.float16)
-        out = result[..., :40].mT
-    beta = torch.tensor(-0.5)
-    assert gemm_axpby(factor, x, alpha=2.0, beta=beta, right=right, out=out, choice=choice) is out
-    close(out, *exact(factor, x, 2.0, -0.5, right))
-    assert (result[..., 40 if layouts[1] == "turned" else 56 :] == 7.0).all()
 
 
 @each_kernel

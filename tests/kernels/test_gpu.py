@@ -10,8 +10,7 @@ import itertools
 import pytest
 import torch
 
-from canzona_compile.kernels.candidates import CANDIDATES, candidates
-from canzona_compile.kernels.dispatch import KernelChoice, recorded
+from canzona_compile.kernels.dispatch import CANDIDATES, KernelChoice, candidates, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import machine
@@ -125,8 +124,7 @@ def test_scalars_on_the_device_make_nobody_wait(choice: KernelChoice) -> None:
 
 @pytest.mark.parametrize("choice", [c for c in choices("sym_gemm") if c.tile], ids=name_of)
 def test_other_values_are_no_reason_to_compile_again(choice: KernelChoice) -> None:
-    from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
-    from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
+    from canzona_compile.kernels.sym_gemm_triton import sym_gemm_pointer, sym_gemm_tma
 
     kernel = {"tma": sym_gemm_tma, "pointer": sym_gemm_pointer}[choice.kernel]
     a = random(2, 256, 128, dtype=torch.bfloat16, device=DEVICE.type)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from canzona_compile.kernels.dispatch import KernelChoice, Tile
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
-from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
+from canzona_compile.kernels.sym_gemm_triton import sym_gemm_pointer
 from tests.harness.marks import crossed
 from tests.kernels.kernel_cases import close, interpreted, label, mirrored, product, random
 from tests.kernels.memory_log import logged

@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canzona_compile.kernels.candidates import DEEP
-from canzona_compile.kernels.dispatch import MULTIPROCESSORS, SQUARE, WIDE, KernelChoice, Problem, choose, measured
+from canzona_compile.kernels.dispatch import (
+    DEEP,
+    MULTIPROCESSORS,
+    SQUARE,
+    WIDE,
+    KernelChoice,
+    Problem,
+    choose,
+    measured,
+)
 
 LIBRARY, WON, OTHER = KernelChoice("library"), KernelChoice("tma", WIDE), KernelChoice("tma", DEEP)
 ONE = Problem("sym_gemm", 1, 1024, 4096, torch.bfloat16, torch.bfloat16, 16)

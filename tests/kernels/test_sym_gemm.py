@@ -12,12 +12,9 @@ pytest.importorskip("triton")
 
 from canzona_compile.kernels.dispatch import KernelChoice, Tile, recorded, triangle
 from canzona_compile.kernels.sym_gemm import reference, sym_gemm
-from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
-from tests.harness.marks import also, crossed, first
+from canzona_compile.kernels.sym_gemm_triton import sym_gemm_pointer
+from tests.harness.marks import also, crossed
 from tests.kernels.kernel_cases import (
-    ALIGNED,
-    LAYOUTS,
-    Guarded,
     close,
     integers,
     interpreted,
@@ -51,21 +48,6 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "trans", "choice"),
-    crossed(
-        [(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], DTYPES, [False, True], [POINTER, FLAT, TALL]
-    ),
-    ids=label,
-)
-def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool, choice: KernelChoice) -> None:
-    batch, m, k = shape
-    a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype)
-    result = sym_gemm(a, trans=trans, choice=choice)
-    close(result, *product(a, None, None, 1, 0, 0, trans))
-    assert torch.equal(result, result.mT)
-
-
-@pytest.mark.parametrize(
     ("choice", "dtype", "shape", "trans"),
     crossed(KERNELS, DTYPES, [(2, 40, 24), (1, 72, 16), (3, 8, 56), (1, 64, 32)], [False, True]),
     ids=label,
@@ -82,31 +64,6 @@ def test_sizes_that_every_kernel_takes(
     close(result, exact, magnitude * (1 if choice.kernel != "library" else 2.0**-8 / 1e-6))
     if choice.kernel != "library":
         assert torch.equal(result, result.mT)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", first([torch.float32, torch.bfloat16]), ids=str)
-def test_any_strides(dtype: torch.dtype, layout: str) -> None:
-    a = LAYOUTS[layout](random(2, 27, 19, dtype=dtype))
-    b = LAYOUTS[layout](random(2, 27, 19, dtype=dtype, seed=1))
-    c = LAYOUTS[layout](symmetric(2, 27, 27, dtype=dtype, seed=2))
-    result = sym_gemm(a, b, c, beta=3.0, choice=POINTER)
-    exact, magnitude = product(a, b, c, 1.0, 3.0, 0.0)
-    close(result, mirrored(exact), mirrored(magnitude))
-
-
-@pytest.mark.parametrize(
-    "layouts", [*itertools.product(("gapped", "turned"), repeat=2), ("repeated", "repeated")], ids=str
-)
-@pytest.mark.parametrize("choice", first([TMA, PAIRS]), ids=name_of)
-def test_layouts_of_descriptors(choice: KernelChoice, layouts: tuple[str, str]) -> None:
-    assert set(layouts) <= set(ALIGNED)
-    a = LAYOUTS[layouts[0]](random(2, 40, 24, dtype=torch.float16))
-    b = LAYOUTS[layouts[1]](random(2, 40, 24, dtype=torch.float16, seed=1))
-    c = LAYOUTS[layouts[1]](symmetric(2, 40, 40, dtype=torch.float16, seed=2))
-    result = sym_gemm(a, b, c, beta=3.0, choice=choice)
-    exact, magnitude = product(a, b, c, 1.0, 3.0, 0.0)
-    close(result, mirrored(exact), mirrored(magnitude))
 
 
 @each_kernel
@@ -204,43 +161,7 @@ def test_whole_numbers_are_exact(choice: KernelChoice, dtype: torch.dtype) -> No
     assert torch.equal(result.double(), expected)
 
 
-@each_kernel
-def test_products_of_commuting_polynomials(choice: KernelChoice) -> None:
-    s = integers(1, 40, 40, dtype=torch.float32)
-    s = s + s.mT
-    polynomial = s @ s - 3 * s  # whole numbers, so this and the product are exact
-    expected = s.double() @ polynomial.double()
-    assert torch.equal(expected, expected.mT)
-    assert torch.equal(sym_gemm(s, polynomial, choice=choice).double(), expected)
-
-
 # -- out and dtypes -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("choice", "dtype"), crossed(KERNELS, DTYPES), ids=label)
-def test_out_is_written_inside_and_not_outside(choice: KernelChoice, dtype: torch.dtype) -> None:
-    a = random(2, 40, 24, dtype=dtype)
-    target = Guarded.like((2, 40, 40), dtype)
-    base = target.around if choice.kernel != "tma" else None
-    out = target.inner if base is not None else target.around[..., :40, :40]
-    result = sym_gemm(a, out=out, choice=choice)
-    assert result is out
-    close(result, *product(a, None, None, 1, 0, 0))
-    outside = target.around.clone()
-    if base is not None:
-        assert target.untouched()
-    else:
-        outside[..., :40, :40] = 7.0
-        assert (outside == 7.0).all()
-
-
-@each_kernel
-def test_out_may_be_c(choice: KernelChoice) -> None:
-    """As in a running mean of Gram matrices, L <- beta L + alpha G G^T."""
-    g, held = random(2, 40, 24, dtype=torch.float32), symmetric(2, 40, 40, dtype=torch.float32, seed=1)
-    exact, magnitude = product(g, None, held, 0.25, 0.75, 0.0)
-    assert sym_gemm(g, c=held, alpha=0.25, beta=0.75, out=held, choice=choice) is held
-    close(held, exact, magnitude)
 
 
 @each_kernel
@@ -305,7 +226,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canzona_compile.kernels.triangle.INTERPRETED", False)
+    monkeypatch.setattr("canzona_compile.kernels.triton_parts.INTERPRETED", False)
     with pytest.raises(ValueError, match="run on CUDA"):
         sym_gemm(torch.zeros(2, 8, 8), choice=POINTER)
 

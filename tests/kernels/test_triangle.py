@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from canzona_compile.kernels.dispatch import Tile, tiles_of_triangle, triangle
-from canzona_compile.kernels.triangle import tile_corner, triangle_row, triangle_tile
+from canzona_compile.kernels.triton_parts import tile_corner, triangle_row, triangle_tile
 from tests.harness.marks import crossed
 from tests.kernels.kernel_cases import interpreted
 

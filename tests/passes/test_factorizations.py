@@ -23,7 +23,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Task, Template
 from canzona_compile.ir.verifier import verify
-from canzona_compile.kernels import batched
+from canzona_compile.lowering.stacking import gains
 from canzona_compile.machine.hardware import Curve, Hardware, Machine, named_hardware
 from canzona_compile.passes import Batching, Canonicalize, Emit, Place, lowering_passes, planning_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
@@ -191,12 +191,12 @@ def test_a_rank_program_decomposes_matrices_of_all_its_tasks_in_one_call(rank: i
     ],
 )
 def test_the_table_of_versions(operator: str, size: int, version: str, expected: bool) -> None:
-    assert batched.gains(operator, size, version) is expected
+    assert gains(operator, size, version) is expected
 
 
 def test_versions_that_are_none() -> None:
     with pytest.raises(ValueError, match="version"):
-        batched.gains("eigh", 8, "main")
+        gains("eigh", 8, "main")
 
 
 def test_cholesky_factors_and_solves_are_stacked_too() -> None:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import canzona_compile
 from canzona_compile.kernels import tensor_args, tuning_cache
-from canzona_compile.kernels.candidates import CANDIDATES
-from canzona_compile.kernels.dispatch import Problem
+from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from tests.harness.layouts import Case
 from tests.harness.marks import only
 from tests.harness.ranks import run

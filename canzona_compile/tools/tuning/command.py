@@ -18,8 +18,7 @@ import torch
 from canzona_compile.compat.telling import shown, tell
 from canzona_compile.errors import CanzonaError
 from canzona_compile.kernels import tuning_cache
-from canzona_compile.kernels.candidates import candidates
-from canzona_compile.kernels.dispatch import KernelChoice, Operation
+from canzona_compile.kernels.dispatch import KernelChoice, Operation, candidates
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Timer, Trial, Verdict, tune
 from canzona_compile.kernels.tuning_cache import GpuKind

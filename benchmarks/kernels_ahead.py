@@ -2,7 +2,7 @@
 
 Run in a process of its own, without TRITON_INTERPRET: Triton reads that when it decorates a kernel.
 
-    python tests/kernels/ahead.py ARCH [chosen]
+    python benchmarks/kernels_ahead.py ARCH [chosen]
 
 chosen: only what dispatch chooses where nothing was measured.
 """
@@ -24,12 +24,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from canzona_compile.kernels.candidates import CANDIDATES
-from canzona_compile.kernels.dispatch import RULES, SQUARE, WIDE, KernelChoice, Operation, Tile
-from canzona_compile.kernels.gemm_axpby_pointer import gemm_axpby_pointer
-from canzona_compile.kernels.gemm_axpby_tma import gemm_axpby_tma
-from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
-from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
+from canzona_compile.kernels.dispatch import CANDIDATES, RULES, SQUARE, WIDE, KernelChoice, Operation, Tile
+from canzona_compile.kernels.gemm_axpby_triton import gemm_axpby_pointer, gemm_axpby_tma
+from canzona_compile.kernels.sym_gemm_triton import sym_gemm_pointer, sym_gemm_tma
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MATRIX = r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)"

@@ -1,24 +1,188 @@
 """Writes docs/kernel_model.md: what data sheets and the compiler's figures allow each candidate, by a simple model.
 
-    python -m tests.kernels.roofline > docs/kernel_model.md
+    python benchmarks/kernel_model.py > docs/kernel_model.md
 
-It reads the tables in tests/golden/kernels/, so nothing is compiled. Nothing here is measured.
+It reads tables of what each candidate takes of a multiprocessor, which `kernels_ahead.py` made of compiled kernels, so
+nothing is compiled. Nothing here is measured.
 """
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from canzona_compile.kernels.dispatch import MULTIPROCESSORS, Tile, tiles_of_triangle
-from tests.kernels.resources import ResourceRow, parsed
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "kernels"
+ROOT = Path(__file__).parents[1]
+TABLES = ROOT / "tests" / "golden" / "kernels"
 WIDTH = 2  # bytes of bfloat16
+
+# -- what a multiprocessor has: CUDA C++ Programming Guide, and the toolkit's occupancy calculator ----
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorLimits:
+    """What a multiprocessor has.
+
+    Attributes:
+        shared: bytes of shared memory for all programs.
+        shared_program: bytes that one program may have.
+        columns: of tensor memory; 0 where there is none.
+        warps, programs: the most that may be there at once.
+    """
+
+    shared: int
+    shared_program: int
+    columns: int
+    warps: int = 64
+    programs: int = 32
+
+
+LIMITS = {
+    80: ProcessorLimits(164 << 10, 163 << 10, 0),
+    90: ProcessorLimits(228 << 10, 227 << 10, 0),
+    100: ProcessorLimits(228 << 10, 227 << 10, 512),
+}
+REGISTERS = 65536  # of a multiprocessor, a quarter for each of its four parts
+PARTS = 4
+REGISTER_UNIT = 256  # registers are handed out to a warp in these
+SHARED_UNIT = 128
+RESERVED = 1024  # bytes of shared memory that the system takes for every program
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How many programs fit, and what keeps more from it: registers, shared memory, tensor memory or warps."""
+
+    programs: int
+    limit: str
+
+
+def occupancy(arch: int, registers: int, threads: int, shared: int, columns: int = 0) -> Occupancy:
+    """Count the programs that fit on a multiprocessor.
+
+    Args:
+        arch: ten times the compute capability's major number plus the minor one.
+        registers: of a thread.
+        threads: of a program, a multiple of 32.
+        shared: bytes of shared memory of a program.
+        columns: of tensor memory of a program.
+    """
+    limits, warps = LIMITS[arch], threads // 32
+    of_warp = rounded(registers * 32, REGISTER_UNIT)
+    fits = {
+        "registers": REGISTERS // PARTS // of_warp * PARTS // warps,
+        "shared memory": limits.shared // rounded(shared + RESERVED, SHARED_UNIT),
+        "warps": min(limits.warps // warps, limits.programs),
+    }
+    if columns:
+        fits["tensor memory"] = limits.columns // columns
+    limit = min(fits, key=lambda name: fits[name])
+    return Occupancy(fits[limit], limit)
+
+
+def rounded(amount: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return -(-amount // unit) * unit
+
+
+# -- the table of what every candidate takes of it --------------------------------------------------
+
+COLUMNS = (
+    "operation",
+    "kernel",
+    "tile",
+    "warps",
+    "stages",
+    "operands",
+    "registers",
+    "threads",
+    "shared",
+    "columns",
+    "programs",
+    "limit",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceRow:
+    """A line of the table, as it is read back.
+
+    Attributes:
+        tile: rows and columns of a tile, and how much of the sum is loaded at a time.
+        operands: "as they lie", or "turned" for transposed ones with scalars in memory.
+        programs: how many of them fit on a multiprocessor.
+    """
+
+    operation: str
+    kernel: str
+    tile: tuple[int, int, int]
+    warps: int
+    stages: int
+    operands: str
+    programs: int
+
+
+def cells(built: Mapping[str, Any]) -> tuple[str, ...]:
+    """One line of the table, of what kernels_ahead.py printed."""
+    tile = built["tile"]
+    roles = " roles" if tile["specialized"] else ""
+    fits = occupancy(built["arch"], built["registers"], built["threads"], built["shared"], built["columns"])
+    return (
+        built["op"],
+        built["kernel"],
+        f"{tile['m']}x{tile['n']}x{tile['k']}",
+        f"{tile['warps']}{roles}",
+        str(tile["stages"]),
+        built["variant"] or "as they lie",
+        str(built["registers"]),
+        str(built["threads"]),
+        str(built["shared"]),
+        str(built["columns"]),
+        str(fits.programs),
+        fits.limit,
+    )
+
+
+def heading(arch: int, triton: str) -> str:
+    """The first lines of the table, which say what it holds for."""
+    return (
+        f"# Triton {triton}, sm_{arch}: registers of a thread, threads, bytes of shared memory and columns of tensor\n"
+        "# memory of a program; how many programs fit on a multiprocessor, and what keeps more from it.\n"
+    )
+
+
+def resources_of(arch: int, triton: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The whole text."""
+    return heading(arch, triton) + "".join(lines([COLUMNS, *map(cells, rows)]))
+
+
+def lines(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, with bars between them; widths are fixed, so that a line depends on nothing else."""
+    widths = (10, 10, 10, 7, 6, 11, 9, 7, 7, 7, 8, 13)
+    return [" | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows]
+
+
+def parsed(text: str) -> list[ResourceRow]:
+    """The rows of a table."""
+    found = []
+    for line in text.splitlines():
+        cell = [part.strip() for part in line.split("|")]
+        if line.startswith("#") or cell[0] == COLUMNS[0]:
+            continue
+        m, n, k = map(int, cell[2].split("x"))
+        warps, *roles = cell[3].split()
+        kernel = " ".join([cell[1], *roles])
+        programs = int(cell[COLUMNS.index("programs")])
+        found.append(ResourceRow(cell[0], kernel, (m, n, k), int(warps), int(cell[4]), cell[5], programs))
+    return found
+
+
+# -- the model ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +230,7 @@ divided by it in brackets (below 1, our kernel can hardly win), and its tile.
 
 Memory, and products with their ends, overlap: the larger one counts.
 """
-END = """`python -m tests.kernels.roofline > docs/kernel_model.md` writes this page; `--all` prints every candidate
+END = """`python benchmarks/kernel_model.py > docs/kernel_model.md` writes this page; `--all` prints every candidate
 of the tuner. Sources: data sheets, and the registers and shared memory that the compiler gave each kernel
 (`tests/golden/kernels/resources-sm_*.txt`).
 """
@@ -114,7 +278,7 @@ def of_library(operation: str, shape: tuple[int, int, int], sheet: DataSheet) ->
 
 def rows_of(arch: int) -> list[ResourceRow]:
     """The table of an architecture, for operands as they lie."""
-    text = (GOLDEN / f"resources-sm_{arch}.txt").read_text(encoding="utf-8")
+    text = (TABLES / f"resources-sm_{arch}.txt").read_text(encoding="utf-8")
     return [row for row in parsed(text) if row.operands == "as they lie"]
 
 
