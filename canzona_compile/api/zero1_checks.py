@@ -16,8 +16,8 @@ from canzona_compile.api.wrapped_class import check_wrappable, is_wrapped
 from canzona_compile.data_parallel.hooks import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.layout import local_part
 from canzona_compile.session.params import check_usable
+from canzona_compile.tensors import local_part
 
 
 def check(

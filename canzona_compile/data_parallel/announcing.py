@@ -19,7 +19,7 @@ from canzona_compile.runtime.channel import Announcement, Channel, channel_of
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import timeout_of
 from canzona_compile.runtime.store_agreement import first_difference
-from canzona_compile.session.compared import described
+from canzona_compile.session.variant_selection import described
 
 Details = Mapping[str, str]  # by topic
 BROKEN = "look at the output of the other ranks. Shards of gradients and parameters are lost: restart from a checkpoint"

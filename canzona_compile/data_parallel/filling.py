@@ -9,7 +9,7 @@ from torch import nn
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.ir.bucket import Bucket, BucketSlice
-from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.plan import BoundParam
 
 
 class Filling:

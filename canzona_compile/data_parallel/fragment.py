@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import BucketSlice
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.sharding import Sharding
-from canzona_compile.replica.twin import any_attributes, plain_attributes
+from canzona_compile.tensors import any_attributes, local_part, plain_attributes
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.slices import SlicesView

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from canzona_compile.ir.layout import local_part
+from canzona_compile.tensors import local_part
 from canzona_compile.tools.acceptance.side_by_side import SideBySide, even
 from canzona_compile.tools.acceptance.step import AcceptanceRank
 
