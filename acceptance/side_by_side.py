@@ -13,10 +13,10 @@ from torch.optim import AdamW, Muon, Optimizer
 from acceptance.step import AcceptanceRank, WrongResult
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.errors import CanzonaError, some
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.ops import NAMESPACE
 from canzona_compile.report.build import Report
+from canzona_compile.tensors import local_part
 from canzona_compile.tools.verification.findings import Tally
 from canzona_compile.tools.verification.layouts import like, shard, share
 from canzona_compile.tools.verification.user_model import Built

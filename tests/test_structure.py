@@ -149,9 +149,9 @@ def homeless_modules(sources: Sources) -> list[str]:
 
 
 def flat_modules(sources: Sources) -> list[str]:
-    """Modules beside the rooms that define nothing that users import."""
+    """Modules beside the rooms that define nothing that users import; `tensors` is a room of one file."""
     packages = {room_of(name) for name in sources if "." in name}
-    flat = {name for name in sources if name and "." not in name} - packages - {"__main__"}
+    flat = {name for name in sources if name and "." not in name} - packages - {"__main__", "tensors"}
     return sorted(name for name in flat if not set(definitions(sources[name])) & PUBLIC)
 
 

@@ -32,12 +32,12 @@ from canzona_compile.errors import CanzonaError, CanzonaWarning, UnsupportedLayo
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.given_layout import GivenLayout
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.session.params import check_usable
+from canzona_compile.tensors import local_part
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])

@@ -30,9 +30,9 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.fx_utils import outputs, placeholders
-from canzona_compile.replica.memory import given_to, storage_of
-from canzona_compile.replica.memory import written_by as operands_written
 from canzona_compile.replica.raised import WATCHES_STEPS, Note, Refused, Untraceable
+from canzona_compile.tensors import given_to, storage_of
+from canzona_compile.tensors import written_by as operands_written
 
 MADE_BY_TORCH = "_TorchDynamoContext.__call__."  # how the qualified name of such a function begins
 USERS, SETTINGS = "fn", "self"  # what holds the user's function and the settings in it

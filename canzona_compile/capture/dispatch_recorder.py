@@ -37,8 +37,8 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.product_at import ProductAt
 from canzona_compile.replica.homes import hypers
-from canzona_compile.replica.memory import storage_of
 from canzona_compile.replica.raised import Untraceable
+from canzona_compile.tensors import storage_of
 
 MOST_PATHS = 64  # the most paths of one kind; code that never repeats itself is not worth a plan per step
 PERTURBATION = 1 - 2.0**-7  # towards zero, because many hyperparameters must stay below one

@@ -77,7 +77,7 @@ class EagerParity:
             return True
         if math.prod(recorder.spec.shape) > LARGEST:
             return not recorder.calls_compiled or num_compiled_calls(template.graph) > 0
-        with undisturbed(recorder.spec.device):
+        with undisturbed(self.optimizer):
             held = all(same_bits(self.optimizer, template, recorder, moment, seed) for seed in range(SAMPLES))
         self._held |= {work} if held else set()
         return held

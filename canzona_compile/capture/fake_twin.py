@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from canzona_compile.replica.copies import with_own_containers
 from canzona_compile.replica.external_counters import Counts, counts_of, give_counts, step_alone
 from canzona_compile.replica.homes import NOT_COPIED, copied_attributes, hypers
 from canzona_compile.replica.leaves import paths_of, python_leaves, read, state_leaves, structure_of, write
-from canzona_compile.replica.parameter_spec import ParamExample
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import (
     NoCollectives,
     Note,
@@ -62,14 +62,22 @@ class FakeTwin:
         note: gets the errors that steps meet, as their code may catch them.
     """
 
-    def __init__(self, optimizer: Optimizer, like: ParamExample, with_numbers: bool, count: int = 1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        like: ParamExample,
+        with_numbers: bool,
+        specs: Sequence[ParameterSpec] = (),
+        mode: NoCollectives | None = None,
+    ) -> None:
         """Make the twin, and take its first step.
 
         Args:
             optimizer: the optimizer.
             like: what its parameters are like. Without state they keep the state that the first step leaves.
             with_numbers: whether numbers that are read of tensors can be computed with, though they have no values.
-            count: the number of parameters.
+            specs: those of its parameters; none for one parameter like `like`.
+            mode: sees the operators of the first step.
 
         Raises:
             Untraceable: the step needs values.
@@ -77,11 +85,8 @@ class FakeTwin:
         """
         self.note, self.spec = Note(), like.spec
         self.mode = NotingFakeMode(self.note, shape_env=NotingShapeEnv(self.note) if with_numbers else None)
-        with self.mode, NoCollectives():
-            self.params = [
-                like.spec.parameter(lambda dtype: torch.empty(like.spec.shape, dtype=dtype, device=like.spec.device))
-                for _ in range(count)
-            ]
+        with self.mode, mode or NoCollectives():
+            self.params = list(map(without_values, specs or [like.spec]))
             group = one_by_one(like.group)
             own = {k: self.mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.param, self.twin = self.params[0], make_twin(optimizer, own, self.params)
@@ -238,6 +243,11 @@ def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
     unchanged parameter group. Other graphs must give the bits of that step (`eager_parity`).
     """
     return {**group, **{key: False for key in ("foreach", "fused") if key in group}}
+
+
+def without_values(spec: ParameterSpec) -> Tensor:
+    """Make a parameter that has no values, in a mode of fake tensors."""
+    return spec.parameter(lambda dtype: torch.empty(spec.shape, dtype=dtype, device=spec.device))
 
 
 def blank_state(state: Mapping[str, Any]) -> Any:

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 
 from canzona_compile.capture.recorder import StepRecorder
-from canzona_compile.capture.variant import Variant, state_leaf
+from canzona_compile.capture.variant import Variant
 from canzona_compile.eager.own_object import Maker
-from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
 from canzona_compile.ir.variant_period import Counters, VariantPeriod, variant_period_of
-from canzona_compile.replica.leaves import LeafPaths, state_leaves
-
-HeldLeaf = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
+from canzona_compile.replica.leaves import LeafForm, LeafPaths
 
 
 @dataclass(eq=False)
@@ -49,8 +46,8 @@ class ParamKind:
         self.variant_period = variant_period_of(path, counters)
 
     @property
-    def held(self) -> frozenset[HeldLeaf]:
-        """What its state holds, as the function `held` tells of a real one."""
+    def leaf_forms(self) -> frozenset[LeafForm]:
+        """What its state holds, as `leaf_forms` tells of a real one."""
         tensors = {(leaf.name, leaf.shape, leaf.dtype, leaf.stride) for leaf in self.state}
         return frozenset(tensors | {(name, None, None, None) for name in self.python_state})
 
@@ -69,13 +66,3 @@ class ParamKind:
         dtype = self.template.leaf("grad").dtype
         assert dtype is not None
         return dtype
-
-
-def held(state: Mapping[str, Any]) -> frozenset[HeldLeaf]:
-    """Return the names, shapes, dtypes and strides of the leaves of a state, as far as they are not contiguous."""
-    return frozenset(
-        (name, tuple(v.shape), v.dtype, state_leaf(name, v).stride)
-        if isinstance(v, torch.Tensor)
-        else (name, None, None, None)
-        for name, v in state_leaves(state)
-    )

@@ -1,54 +1,129 @@
-"""See whether the step of two equal parameters lets a value of one reach the other: every value has labels."""
+"""See whether a step at real sizes lets a value of one parameter reach another, which small ones may not show.
+
+Parameters have no values, and memory has labels: the parameters behind what it holds. Code that reads a number on the
+host gets one that is made up. What such a number leads to has no labels, so then the step is taken again with other
+numbers of one parameter, and the calls for the others have to be the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.compat.torch_private import FakeTensor, pytree
+from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.rehearsal.contract import TOGETHER, broken
+from canzona_compile.replica.copies import CachedCalls
+from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.memory import given_to, storage_of
-from canzona_compile.replica.parameter_spec import ParamExample
-from canzona_compile.replica.raised import NoCollectives, Untraceable
+from canzona_compile.replica.miniature import small_sizes
+from canzona_compile.replica.outside import Outside
+from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
+from canzona_compile.replica.raised import NoCollectives, Untraceable, name_of
+from canzona_compile.replica.watch import by_identity
+from canzona_compile.tensors import given_to, storage_of
+
+MOST_PARAMETERS = 8
+MOST_READS = 1000  # numbers on the host; code that waits for them to converge might not end
+LIKELY = {"all", "isfinite"}  # operators that give True for most values
 
 
-def check_separable(optimizer: Optimizer, like: ParamExample) -> bool:
-    """Step two equal parameters that have no values, and check that no value of one reaches the other.
+def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collection[Counter] | None = None) -> bool:
+    """Step parameters that have no values, and check that no value of one reaches another.
 
     This takes no capture: values are labelled while the step runs as written. It is the step after the first one, as
     what creates state may look at all parameters, to see how many there are.
 
     Args:
         optimizer: the optimizer.
-        like: what both parameters are like.
+        like: one of the parameters. There is another one like it, and others of its group.
+        counters: what a rehearsal saw the step count outside of the state of parameters; None without a rehearsal.
 
     Returns:
         Whether the step could be followed. If not, only a rehearsal shows whether parameters are independent.
 
     Raises:
-        UnsupportedOptimizer: the parameters depend on one another.
+        UnsupportedOptimizer: the parameters depend on one another, or the step changes what lies outside.
     """
-    try:
-        twin = FakeTwin(optimizer, like, with_numbers=False, count=2)
-        labels = Labels()
-        for i, param in enumerate(twin.params):
-            for tensor in held_by(twin, param):
-                labels.put(tensor, frozenset({i}))
-        twin.attempt(lambda: twin.step_eagerly(labels))
-    except Untraceable:
-        return False
-    if any(len(labels.of(tensor)) > 1 for param in twin.params for tensor in held_by(twin, param)):
+    kind = plain_class(optimizer).__name__
+    specs = sorted([like.spec, like.spec, *others_of(like)], key=lambda spec: -math.prod(spec.shape))
+    with Outside(optimizer, lambda v: "the optimizer" if v is optimizer else by_identity(v), (), CachedCalls()) as own:
+        found = labelled(optimizer, like, specs)
+        if found is None:
+            return False
+        twin, labels = found
+        if places := own.changed():
+            raise UnsupportedOptimizer(
+                f"{kind}.step changes {some(places)}, outside of the optimizer, with parameters of the real sizes",
+                hint=f"{broken(1)}: keep per-parameter data in self.state[param], and counters in attributes of the "
+                "optimizer",
+            )
+        mixed = labels.mixed(twin)
+        if mixed and (labels.reads or mixing(optimizer, like, [like.spec] * 2) is False):
+            # Some stack parameters, or have scratch memory for all. A rehearsal has compared the bits of small ones.
+            sizes = small_sizes(spec.shape for spec in specs)
+            small = [replace(spec, shape=tuple(sizes[n] for n in spec.shape)) for spec in specs]
+            mixed = mixing(optimizer, like, small) is False
+        for source in (0, len(specs) - 1) if labels.reads else ():  # the largest one and the smallest one
+            other = labelled(optimizer, like, specs, source)
+            mixed |= other is not None and other[1].calls_without(source) != labels.calls_without(source)
+    late = twin.counts.keys() - {*counters} if counters is not None else ()
+    if mixed or late:
+        reads = f", or on {some(map(str, late))}, which it changes for large ones only" if late else ""
         raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
+            f"{kind} couples parameters: the update of one depends on others{reads}",
             at=like.name,
-            hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
+            hint=f"{broken(2)}; {TOGETHER}",
         )
-    return True
+    return not labels.reads
+
+
+def others_of(like: ParamExample) -> list[ParameterSpec]:
+    """The largest other kinds of parameters in the group of one, with as many dims."""
+    params = [p for p in like.group.get("params", ()) if p.ndim == len(like.spec.shape)]
+    params.sort(key=Tensor.numel, reverse=True)
+    specs = dict.fromkeys(replace(ParameterSpec.of(p), device=like.spec.device) for p in params)
+    return [spec for spec in specs if spec != like.spec][: MOST_PARAMETERS - 2]
+
+
+def labelled(
+    optimizer: Optimizer, like: ParamExample, specs: Sequence[ParameterSpec], source: int | None = None
+) -> tuple[FakeTwin, Labels] | None:
+    """Take two steps of such parameters, the second one with labels. None if they need values.
+
+    Args:
+        optimizer: the optimizer.
+        like: the parameter whose group they are in.
+        specs: what they are like.
+        source: the one of which other numbers are read than of the rest; None for none.
+    """
+    labels = Labels(source)
+    with warnings.catch_warnings():  # nobody hears those of trials
+        warnings.simplefilter("ignore")
+        try:
+            twin = FakeTwin(optimizer, like, with_numbers=False, specs=specs, mode=labels)
+            for i, param in enumerate(twin.params):
+                for tensor in held_by(twin, param):
+                    labels.put(tensor, frozenset({i}))
+            twin.attempt(lambda: twin.step_eagerly(labels))
+        except Untraceable:
+            return None
+    return twin, labels
+
+
+def mixing(optimizer: Optimizer, like: ParamExample, specs: Sequence[ParameterSpec]) -> bool | None:
+    """Tell whether a value of one of these parameters reaches another. None if they need values."""
+    found = labelled(optimizer, like, specs)
+    return None if found is None else found[1].mixed(found[0])
 
 
 def held_by(twin: FakeTwin, param: Tensor) -> Iterator[Tensor]:
@@ -58,27 +133,53 @@ def held_by(twin: FakeTwin, param: Tensor) -> Iterator[Tensor]:
 
 
 class Labels(NoCollectives):
-    """Inside this mode, and a mode of fake tensors around it, memory has labels: the parameters behind its values."""
+    """Inside this mode, and a mode of fake tensors around it, memory has labels: the parameters behind its values.
 
-    def __init__(self) -> None:
+    Args:
+        source: the parameter of which other numbers are read than of the rest; None for none.
+
+    Attributes:
+        reads: how many numbers were read on the host that are not known.
+        calls: the operators that were called for parameters, with the labels and the numbers that they were given.
+    """
+
+    def __init__(self, source: int | None) -> None:
         super().__init__()
+        self.source, self.reads = source, 0
+        self.calls: list[tuple[frozenset[int], str, list[Any]]] = []
         self._labels: dict[int, frozenset[int]] = {}  # by memory
         self._alive: list[Tensor] = []  # so that no other memory gets the address of a known one
+        self._makers: dict[int, str] = {}  # by memory, the operator that wrote it last
 
     def of(self, tensor: Tensor) -> frozenset[int]:
         """Return the labels of a tensor."""
         return self._labels.get(storage_of(tensor), frozenset())
 
-    def put(self, tensor: Tensor, labels: frozenset[int]) -> None:
+    def put(self, tensor: Tensor, labels: frozenset[int], maker: str = "") -> None:
         """Label a tensor."""
-        self._labels[storage_of(tensor)] = labels
+        self._labels[storage_of(tensor)], self._makers[storage_of(tensor)] = labels, maker
         self._alive.append(tensor)
+
+    def mixed(self, twin: FakeTwin) -> bool:
+        """Tell whether a value of one parameter reached another one."""
+        return any(len(self.of(tensor)) > 1 for param in twin.params for tensor in held_by(twin, param))
+
+    def calls_without(self, source: int) -> list[tuple[frozenset[int], str, list[Any]]]:
+        """The calls for parameters but one."""
+        return [call for call in self.calls if source not in call[0]]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.check(func)
+        name = name_of(func)
+        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            return self._number(args[0])
         found = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs))
+        behind = frozenset[int]().union(*(self.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
+        if behind:
+            self.calls.append((behind, name, [leaf for leaf in leaves if type(leaf) in (int, float)]))
         declared, given = func._schema.arguments, given_to(func, args, kwargs or {})
         fresh = [given.pop(a.name) for a in declared if a.is_out and fills_memory(given.get(a.name))]
         written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
@@ -86,11 +187,20 @@ class Labels(NoCollectives):
         by_entry = "_foreach_" in str(func)
         count = max((len(v) for v in given.values() if by_entry and isinstance(v, list | tuple)), default=1)
         for i in range(count):
-            behind = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
+            own = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
             for value in (found, *fresh, *written):
                 for tensor in entries(value, i, count):
-                    self.put(tensor, frozenset().union(*behind))
+                    self.put(tensor, frozenset().union(*own), name)
         return found
+
+    def _number(self, tensor: Tensor) -> Any:
+        """Make up the number that code reads of a tensor."""
+        self.reads += 1
+        if self.reads > MOST_READS:
+            raise Untraceable(f"it reads more than {MOST_READS} numbers on the host")
+        if tensor.dtype is torch.bool:
+            return self._makers.get(storage_of(tensor)) in LIKELY
+        return (1.5 if self.source in self.of(tensor) else 1.0) if tensor.is_floating_point() else 1
 
 
 def fills_memory(value: Any) -> bool:

@@ -28,14 +28,14 @@ def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: Par
     Returns:
         Nothing if the step fails.
     """
-    with undisturbed(spec.device):
-        like = spec.parameter(lambda dtype: torch.randn(spec.shape, device=spec.device).to(dtype))
-        twin = make_twin(optimizer, group, [like])
-        try:
-            with as_written():
-                step_plainly(twin)
-        except Exception:  # whatever it is: then the step of the real parameter will raise it
-            return {}
+    random = torch.Generator().manual_seed(0)
+    like = spec.parameter(lambda dtype: torch.randn(spec.shape, generator=random, device="cpu").to(spec.device, dtype))
+    twin = make_twin(optimizer, group, [like])
+    try:
+        with undisturbed(optimizer), as_written():
+            step_plainly(twin)
+    except Exception:  # whatever it is: then the step of the real parameter will raise it
+        return {}
     leaves = state_leaves(twin.state.get(like) or {})
     return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
@@ -57,7 +57,7 @@ def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor)
     own.grad = torch.ones_like(param, dtype=spec.grad_dtype)
     twin = make_twin(optimizer, group, [own])
     try:
-        with undisturbed(param.device), NoNewData():
+        with undisturbed(optimizer), NoNewData():
             step_plainly(twin)
             step_plainly(twin)
     except Exception as error:  # whatever it is: on whole tensors the step may work

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from canzona_compile.capture.dispatch_recorder import DispatchRecorder
 from canzona_compile.capture.dynamo_recorder import DynamoRecorder
 from canzona_compile.capture.eager_parity import EagerParity
-from canzona_compile.capture.param_kind import ParamKind, held
+from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of
@@ -26,16 +27,14 @@ from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.step import Role, Template
 from canzona_compile.rehearsal.contract import broken, object_per_matrix
 from canzona_compile.rehearsal.diagnosis import NamesByGroup
-from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, rehearse
-from canzona_compile.replica.attribute_watch import AttributeWatch
+from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, default_names, rehearse
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
-from canzona_compile.replica.homes import advice
-from canzona_compile.replica.leaves import python_leaves
-from canzona_compile.replica.memory import GradientAliases
+from canzona_compile.replica.homes import advice, signature
+from canzona_compile.replica.leaves import leaf_forms, python_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.replica.randomness import draws
-from canzona_compile.replica.twin import signature
+from canzona_compile.replica.watch import ChangeWatch
 
 log = logging.getLogger(__name__)
 
@@ -58,18 +57,18 @@ class Capture:
     kinds: dict[KindKey, ParamKind] = field(default_factory=dict)
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
     _closure: str | None = None  # why its step cannot take one; None before anybody asked
-    _watch: AttributeWatch = field(init=False)
-    given: GradientAliases = field(init=False)
+    watch: ChangeWatch = field(init=False)
+    # By parameter, the memory of gradients that the optimizer may hold, as far as it is not freed. It outlives plans.
+    given: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _rehearsals: dict[Any, Habits] = field(default_factory=dict)
-    _separable: set[KindKey] = field(default_factory=set)
+    _separable: dict[KindKey, bool] = field(default_factory=dict)  # by manner, whether labels followed the step
     _parity: EagerParity = field(init=False)
     _form_changes: dict[ParameterSpec, set[str]] = field(default_factory=dict)  # the counters at each
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
-        self.given = GradientAliases()
         self._parity = EagerParity(self.optimizer)
-        self._watch = AttributeWatch(self.optimizer)
+        self.watch = ChangeWatch(self.optimizer)
 
     @property
     def captures(self) -> int:
@@ -90,12 +89,12 @@ class Capture:
         state = like.state
         key: KindKey = (like.spec, signature(like.group, self.group_counters()))
         kind = self._known(key, replace(like, state=None))
-        if state and (kind.transitional or (kind.recorder is not None and held(state) != kind.held)):
-            key = (*key, held(state))
+        if state and (kind.transitional or (kind.recorder is not None and leaf_forms(state) != kind.leaf_forms)):
+            key = (*key, leaf_forms(state))
             kind = self._known(key, like)
         while kind.recorder is not None:
             try:
-                if state or not kind.held:  # without state the first step is like all others
+                if state or not kind.leaf_forms:  # without state the first step is like all others
                     self._learn(kind, StepInputs(like.group, python_leaves(state or {}), self.elsewhere()))
                 if not state:
                     self._learn(kind, second_step(kind.recorder, like.group))
@@ -114,15 +113,12 @@ class Capture:
             return self.kinds[key]
         spec = like.spec
         tell(f"capturing the update of {spec.dims or 'a scalar'} {spec.dtype_name}, {like.name}")
-        manner = (key[1], len(spec.shape))
         if self.maker is not None:
             self.kinds[key] = kind = self.interpreted(spec, OWN_OBJECTS)
             kind.maker = self.maker
             return kind
-        if manner not in self._separable:
-            if not check_separable(self.optimizer, like):
-                self.check_rehearsed(like.name)
-            self._separable.add(manner)
+        if not self._separable.get((key[1], len(spec.shape)), True):
+            self.check_rehearsed(like.name)
         interrupted_here()
         kind = self._capture_ahead(key, like)
         if kind.recorder is None:  # it may draw random numbers; if refused, it is not known
@@ -155,14 +151,15 @@ class Capture:
         Raises:
             UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
         """
-        self._watch.begin(self._counting())
+        self.watch.begin(self._counting())
         if self.maker is not None:  # each matrix steps alone
             return Habits()
         if (cast := self._cast()) not in self._rehearsals:
             tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
-            self._rehearsals[cast] = habits = self._rehearsed(names)
+            habits = self._rehearsed(names)
             self.counts.update(habits.counters)
-            self._rehearsals[self._cast()] = habits  # without the counters that it found
+            self._check_separable(habits, names or default_names(self.optimizer))
+            self._rehearsals |= dict.fromkeys([cast, self._cast()], habits)  # with the counters that it found, too
         return self._rehearsals[cast]
 
     def _rehearsed(self, names: NamesByGroup) -> Habits:
@@ -173,6 +170,17 @@ class Capture:
                 raise
             hint = f"{hint}; {refused.hint or ''}".rstrip("; ")
             raise UnsupportedOptimizer(refused.problem, at=refused.at, hint=hint) from refused
+
+    def _check_separable(self, habits: Habits, names: NamesByGroup) -> None:
+        """Check at the real sizes that parameters of each manner are separable, see `check_separable`."""
+        counted = {*habits.counters, *self.counts}
+        for group, own in zip(self.optimizer.param_groups, names, strict=True):
+            for param, name in zip(group["params"], own, strict=True):
+                manner = signature(group, self.group_counters()), param.ndim
+                if manner not in self._separable:
+                    like = ParamExample(group, ParameterSpec.of(param), name)
+                    counters = None if param.is_meta else counted  # without values nothing is rehearsed
+                    self._separable[manner] = check_separable(self.optimizer, like, counters)
 
     def _cast(self) -> Any:
         counters = self.group_counters()
@@ -189,14 +197,15 @@ class Capture:
         Raises:
             UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
         """
-        moved, rehearse_again = self._watch.changes(self._counting())
-        self._watch.check_followed(self.maker is not None)
+        moved, rehearse_again = self.watch.changes(self._counting())
+        self.watch.check_followed(self.maker is not None)
         for recorder in {k.recorder for k in self.kinds.values() if k.recorder is not None} if moved else ():
             recorder.refresh(self.optimizer)
         if not rehearse_again or self.maker is not None:
             return False
         before = self._rehearsals.get(self._cast())
         self._rehearsals.clear()
+        self._separable.clear()
         now = self.rehearse()
         if before == now:
             return False
@@ -206,7 +215,6 @@ class Capture:
     def forget_kinds(self) -> None:
         """Forget what was captured, so that all of it is captured anew, under the names that it had at first."""
         self.kinds.clear()
-        self._separable.clear()
 
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
-from canzona_compile.replica.memory import storage_of
 from canzona_compile.runtime.held_works import hold
 from canzona_compile.runtime.process_groups import over_gloo
+from canzona_compile.tensors import storage_of
 from canzona_compile.views.elements import shares_memory
 
 # Torch 2.13 gave both collectives new names and warns of the old ones.

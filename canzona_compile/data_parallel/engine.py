@@ -30,8 +30,8 @@ from canzona_compile.ir.layout import laid_out_like
 from canzona_compile.runtime.agreement import Agreement, Details
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
-from canzona_compile.session.compared import described
 from canzona_compile.session.measuring import Measuring
+from canzona_compile.session.variant_selection import described
 
 GatherAt = Literal["step", "forward"]
 WHOLE_PARAMETERS = Purpose(

@@ -16,10 +16,9 @@ from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import Bucket, BucketSlice
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.sharding import Sharding
-from canzona_compile.replica.twin import any_attributes, plain_attributes
-from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.plan import BoundParam
+from canzona_compile.tensors import any_attributes, local_part, plain_attributes
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.slices import SlicesView

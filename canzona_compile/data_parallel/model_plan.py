@@ -22,8 +22,7 @@ from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.session.bind import Binder
-from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
+from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
 from canzona_compile.views.entries import same_but_sizes
 
 

@@ -22,14 +22,12 @@ from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter, bound_to
-from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.checkpoints import is_dummy_step
-from canzona_compile.session.plan import Plan, make_plan
+from canzona_compile.session.plan import BoundParam, Described, Plan, make_plan
 from canzona_compile.session.portable_state import Ranks
 from canzona_compile.session.session import Session
-from canzona_compile.session.state import restoring
+from canzona_compile.session.state import restoring, whole_leaf
 from canzona_compile.session.step_driver import StepDriver
-from canzona_compile.session.whole_leaf import whole_leaf
 
 
 class OwnerSession(Session):

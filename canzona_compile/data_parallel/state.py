@@ -16,9 +16,9 @@ from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BucketSlice
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.send_values import send_values
+from canzona_compile.tensors import local_part
 from canzona_compile.views.view import State, WholeOf
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.replica.external_counters import around
-from canzona_compile.replica.randomness import devices_among
+from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 
@@ -42,7 +42,7 @@ class Shadow:
         twin = make_twin(self.optimizer, {}, [], self._state)
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
-        with torch.random.fork_rng(devices=devices_among(self._params)), as_written():
+        with undisturbed(twin), as_written():
             step_plainly(twin)
         self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
         homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]

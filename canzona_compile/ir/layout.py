@@ -273,11 +273,6 @@ def short(placement: Placement) -> str:
     return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The fragment that this rank holds, without a copy and without autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def laid_out_like(
     local: torch.Tensor, model: torch.Tensor, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
 ) -> torch.Tensor:

@@ -20,7 +20,7 @@ from canzona_compile.replica.homes import copied_attributes
 from canzona_compile.replica.miniature import Miniature, public
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.snapshot import Contents, changed
-from canzona_compile.replica.twin import plain_attributes
+from canzona_compile.tensors import plain_attributes
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
 

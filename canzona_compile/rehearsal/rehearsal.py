@@ -23,7 +23,6 @@ from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOpt
 from canzona_compile.rehearsal.asked import ADDRESS
 from canzona_compile.rehearsal.contract import object_per_matrix
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
-from canzona_compile.rehearsal.real_sizes import check_real_sizes
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import OneByOne
 from canzona_compile.rehearsal.trial import (
@@ -114,7 +113,6 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
         # The state was made in the constructor, or the step cannot make it again.
         cast = [replace(scenario, stateful=True) for scenario in cast]
         found = rehearse_stateful(optimizer, cast, names, first)
-    check_real_sizes(optimizer, names, stateful=cast[0].stateful)
     if any(one.rounds_in_foreach for one in found):
         warnings.warn(
             RoundsOtherwise(
@@ -182,7 +180,6 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
     with contextlib.suppress(CannotBegin):
         rehearse_one(now, replace(first, stateful=True), default_names(optimizer))
-    check_real_sizes(now, default_names(optimizer), stateful=True)
 
 
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Habits:

@@ -15,7 +15,7 @@ from canzona_compile.eager.publish import Shadow
 from canzona_compile.rehearsal.trial import Plainly
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.miniature import Miniature
-from canzona_compile.replica.twin import plain_attributes
+from canzona_compile.tensors import plain_attributes
 
 
 class VisibleContext(enum.Enum):

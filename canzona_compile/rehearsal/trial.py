@@ -21,13 +21,13 @@ from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import Counter, counts_of
 from canzona_compile.replica.homes import homes_of, hypers
-from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, Label, Snapshot, bits_of, changed
 from canzona_compile.replica.twin import as_written, step_plainly
+from canzona_compile.tensors import memory_of
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
@@ -130,7 +130,7 @@ def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSte
     Raises:
         UnsupportedOptimizer: a step of ordinary gradients does not end.
     """
-    found, lines = RehearsedSteps(contents_of(small)), Lines()
+    found, lines = RehearsedSteps(first=contents_of(small)), Lines()
     gradients = Gradients(small, scenario)
     for number in range(scenario.steps):
         interrupted_here()

@@ -4,14 +4,14 @@ What it means that something changed, by where it lies. "Follow" means that the 
 
 Between steps, with who looks:
 
-    value of a group           twin.signature     float: follow, and capture again at zero; else capture again
+    value of a group           homes.signature    float: follow, and capture again at zero; else capture again
     number that steps count    nobody             the step writes it
-    number on self             AttributeWatch     follow
-    other plain value on self  AttributeWatch     follow and rehearse again, three times at most
-    inside of self's values    AttributeWatch     number: follow; else rehearse again; with own objects refuse
-    number, text on a param    session.held       plan again
-    other value on a param     AttributeWatch     rehearse again
-    form of the state          param_kind.held    another kind of parameter
+    number on self             ChangeWatch        follow
+    other plain value on self  ChangeWatch        follow and rehearse again, three times at most
+    inside of self's values    ChangeWatch        number: follow; else rehearse again; with own objects refuse
+    number, text on a param    ChangeWatch        plan again
+    other value on a param     ChangeWatch        rehearse again
+    form of the state          leaves.leaf_forms  another kind of parameter
 
 During a step, as rehearsals and captures find out:
 

@@ -5,7 +5,7 @@ object holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +48,25 @@ def odd_state(optimizer: Optimizer) -> dict[Any, Any]:
 def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters and their names."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def signature(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[Any, ...]:
+    """Return a key of the hyperparameters that may change graphs: not the values of floats, and no counters."""
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, float):
+            return "float", value == 0.0
+        if isinstance(value, Tensor):
+            return "tensor", tuple(value.shape), value.dtype, value.device.type
+        if isinstance(value, list | tuple):
+            return type(value).__name__, tuple(map(shape, value))
+        if isinstance(value, dict):
+            return "dict", tuple(sorted((str(k), shape(v)) for k, v in value.items()))
+        if isinstance(value, int | str | bool | type(None)):
+            return value
+        return repr(value)
+
+    return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr" and k not in counters))
 
 
 def homes_of(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:

@@ -9,14 +9,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from canzona_compile.compat.torch_private import FakeTensor, pytree
+from canzona_compile.ir.layout import Shape
 from canzona_compile.replica.copies import deep_copy
-from canzona_compile.replica.memory import expanded, overlap
+from canzona_compile.tensors import expanded, overlap
 
 CONTAINERS = (dict, list, tuple)
+LeafForm = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
 LeafPath = tuple[Any, ...]  # the keys and indices that lead to a leaf
 LeafPaths = Mapping[str, LeafPath]
 
@@ -28,6 +31,16 @@ def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         return
     for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]:
         yield leaf_name(keys_of(path)), leaf
+
+
+def leaf_forms(state: Mapping[str, Any]) -> frozenset[LeafForm]:
+    """Return the names, shapes, dtypes and strides of the leaves of a state, as far as they are not contiguous."""
+    return frozenset(
+        (name, tuple(v.shape), v.dtype, None if v.is_contiguous() else tuple(v.stride()))
+        if isinstance(v, Tensor)
+        else (name, None, None, None)
+        for name, v in state_leaves(state)
+    )
 
 
 def python_leaves(state: Mapping[str, Any]) -> dict[str, Any]:

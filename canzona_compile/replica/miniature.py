@@ -20,11 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.ir.layout import Shape, local_part
+from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf
 from canzona_compile.replica.copies import Copies, copy_closures
 from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
-from canzona_compile.replica.twin import MARKS
+from canzona_compile.tensors import MARKS, local_part
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
 LARGEST_NUMBER = 2**31  # of those that are no ids and no addresses

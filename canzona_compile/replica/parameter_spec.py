@@ -11,7 +11,7 @@ from torch import Tensor
 
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
-from canzona_compile.replica.twin import plain_attributes
+from canzona_compile.tensors import plain_attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ParameterSpec:
     """What the step can see of a parameter besides its values.
 
     Attributes:
-        marks: the attributes that users gave to it, see `twin.plain_attributes`.
+        marks: the attributes that users gave to it, see `plain_attributes`.
         part: whether it stands for some entries of a stack. Their number differs between ranks, so their kinds are
             apart from those that all ranks have: one could not tell from a name otherwise that it is the same code.
     """

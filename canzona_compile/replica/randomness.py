@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.optim import Optimizer
 
 from canzona_compile.ir.compiled_call import opened
 
@@ -37,15 +38,16 @@ def watched(device: torch.device) -> Iterator[Dice]:
 
 
 @contextlib.contextmanager
-def undisturbed(device: torch.device) -> Iterator[Dice]:
-    """Do the same as `watched` for a trial run: on exit the generators get their earlier states back."""
-    with torch.random.fork_rng(devices=devices_of(device)), watched(device) as dice:
-        yield dice
+def undisturbed(optimizer: Optimizer) -> Iterator[None]:
+    """Inside this context code of an optimizer may draw; on exit the generators get their earlier states back."""
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    with torch.random.fork_rng(devices=[own for device in devices for own in devices_of(device)]):
+        yield
 
 
 @contextlib.contextmanager
 def seeded(device: torch.device) -> Iterator[Dice]:
-    """Do the same as `undisturbed`, with the same seed every time."""
+    """Do the same as `watched` for a trial, with the same seed every time, and put the states of generators back."""
     with torch.random.fork_rng(devices=devices_of(device)):
         torch.manual_seed(0)
         with watched(device) as dice:
@@ -55,11 +57,6 @@ def seeded(device: torch.device) -> Iterator[Dice]:
 def devices_of(device: torch.device) -> list[torch.device]:
     """The devices other than the CPU whose generators code for a device draws from."""
     return [device] if device.type == "cuda" else []
-
-
-def devices_among(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """The non-CPU devices whose generators code for these tensors draws from, and no other GPU of the host."""
-    return [device for kind in dict.fromkeys(t.device for t in tensors) for device in devices_of(kind)]
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from canzona_compile.ir.layout import local_part
+from canzona_compile.tensors import inner_tensors, local_part
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
 CACHED = type(functools.lru_cache(len))  # functools has no public name for it
@@ -277,17 +276,6 @@ def bits_of(tensor: Tensor) -> tuple[Any, ...]:
         return type(tensor).__name__, tuple(tensor.shape), tensor.dtype
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, flat.view(torch.uint8).numpy().tobytes()
-
-
-def inner_tensors(tensor: Tensor) -> list[str]:
-    """The attributes with the tensors that a tensor is made of, such as codes and scales of low-bit state.
-
-    Its other metadata is made again by its code. Classes of this kind seldom have operators to be copied.
-    """
-    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
-        return []
-    names: list[str] = tensor.__tensor_flatten__()[0]
-    return names
 
 
 def cut_off(file: Any, end: int) -> None:

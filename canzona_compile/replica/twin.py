@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class, plain_step, required_arguments
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.replica.homes import hypers, odd_state
-
-MARKS = (int, float, str, type(None))  # classes of attributes of parameters that plans know
+from canzona_compile.replica.homes import odd_state
 
 
 def check_step_signature(kind: type[Optimizer]) -> None:
@@ -71,43 +69,6 @@ def rebound(attributes: Mapping[str, Any], optimizer: Optimizer, twin: Optimizer
         k: types.MethodType(v.__func__, twin) if isinstance(v, types.MethodType) and v.__self__ is optimizer else v
         for k, v in attributes.items()
     }
-
-
-def any_attributes(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether users gave attributes to one of these tensors. This is asked on each step, so it loops in C."""
-    return not all(name.startswith("_") for name in set[str]().union(*map(vars, tensors)))
-
-
-def plain_attributes(param: Tensor) -> dict[str, Any]:
-    """The attributes that users gave to a parameter, such as `lr_mul`, as far as they are numbers and texts.
-
-    Names that begin with an underscore belong to frameworks.
-    """
-    return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, MARKS)}
-
-
-def other_attributes(param: Tensor) -> dict[str, Any]:
-    """The other attributes that users gave to a parameter, such as tensors and dicts."""
-    return {k: v for k, v in vars(param).items() if not k.startswith("_") and not isinstance(v, MARKS)}
-
-
-def signature(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[Any, ...]:
-    """Return a key of the hyperparameters that may change graphs: not the values of floats, and no counters."""
-
-    def shape(value: Any) -> Any:
-        if isinstance(value, float):
-            return "float", value == 0.0
-        if isinstance(value, Tensor):
-            return "tensor", tuple(value.shape), value.dtype, value.device.type
-        if isinstance(value, list | tuple):
-            return type(value).__name__, tuple(map(shape, value))
-        if isinstance(value, dict):
-            return "dict", tuple(sorted((str(k), shape(v)) for k, v in value.items()))
-        if isinstance(value, int | str | bool | type(None)):
-            return value
-        return repr(value)
-
-    return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr" and k not in counters))
 
 
 def step_plainly(twin: Optimizer, **arguments: Any) -> Any:

@@ -13,8 +13,7 @@ from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.report.page import PageModel, PageTable, Words
 from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_shape
-from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.plan import Plan, make_plan
+from canzona_compile.session.plan import BoundParam, Plan, make_plan
 from canzona_compile.session.session import Session
 
 STYLES = {

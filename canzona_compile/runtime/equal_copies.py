@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from canzona_compile.errors import RankMismatch
-from canzona_compile.ir.layout import Grid, local_part
+from canzona_compile.ir.layout import Grid
+from canzona_compile.tensors import local_part
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 AT_ONCE = 2**20  # elements; the integers that are computed with take 8 bytes each

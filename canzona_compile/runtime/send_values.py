@@ -11,8 +11,8 @@ from torch import Tensor
 
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.program_ops import Watch
-from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.snapshot import ATOMS
+from canzona_compile.tensors import memory_of
 
 LARGE = 2**16  # bytes; tensors from this size on are sent as they are, smaller ones with the pickled values
 ALIGNED = 16  # bytes; large tensors begin at multiples of it, so that any dtype may be read there

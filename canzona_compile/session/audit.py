@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import step_alone, whole_copy
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Task
 from canzona_compile.rehearsal.rehearsal import rehearse_as_now
 from canzona_compile.replica.leaves import write
 from canzona_compile.replica.randomness import draws
-from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.session.state import StateStore
+from canzona_compile.tensors import local_part, plain_attributes
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -30,9 +30,9 @@ from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
-from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.params import check_disjoint, named_params
-from canzona_compile.session.whole_leaf import check_gathers
+from canzona_compile.session.plan import BoundParam, Described
+from canzona_compile.session.state import check_gathers
 from canzona_compile.views.entries import (
     cut_along_experts,
     elementwise,

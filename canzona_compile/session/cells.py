@@ -22,9 +22,9 @@ from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, Unsupported
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import watched
-from canzona_compile.replica.twin import plain_attributes
-from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.plan import BoundParam
 from canzona_compile.session.state import StateStore
+from canzona_compile.tensors import plain_attributes
 
 
 class Cells:

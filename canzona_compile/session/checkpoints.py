@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.sharding_rules import state_after_a_step
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.ir.layout import local_part
 from canzona_compile.replica.homes import atoms_of, own_attributes
 from canzona_compile.replica.leaves import keys_of, leaf_name, read
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.randomness import devices_among
+from canzona_compile.replica.randomness import undisturbed
+from canzona_compile.tensors import local_part
 
 # -- the dummy step --------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
     for group in optimizer.param_groups if isinstance(rate, float | Tensor) else ():
         group["lr"] = rate
     try:
-        with torch.random.fork_rng(devices=devices_among(params)):
+        with undisturbed(optimizer):
             yield
     finally:
         for home, old in zip(homes, before, strict=True):

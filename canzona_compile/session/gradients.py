@@ -1,8 +1,9 @@
-"""The gradients of one step: read once from their parameters, checked, and handed on to all that needs them."""
+"""The gradients of one step: looked at once, by one pass, and handed on to all that needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Collection, Iterable, Mapping
 from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -13,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import InvalidGradient, some
-from canzona_compile.ir.layout import local_part
+from canzona_compile.rehearsal.asked import lies_otherwise
 from canzona_compile.rehearsal.rehearsal import Habits
-from canzona_compile.replica.twin import any_attributes
-from canzona_compile.session.params import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.plan import Plan
+from canzona_compile.tensors import any_attributes, local_part, memory_of
 
-FORM = attrgetter("shape", "dtype", "layout")
+GRAD, FORM = attrgetter("grad"), attrgetter("shape", "dtype", "layout")
 
 
 class StepGradients:
@@ -31,7 +32,7 @@ class StepGradients:
         plan: the plan.
 
     Attributes:
-        found: by task, the gradient of its parameter; tasks without one are left out.
+        found: by task, this rank's fragment of the gradient of its parameter; tasks without one are left out.
         habits: what the optimizer does to gradients besides reading them.
     """
 
@@ -48,6 +49,10 @@ class StepGradients:
         # By task, the spec that a gradient may have without a full check: of the parameter, later of the last gradient
         # that was checked. None for plain tensors.
         self._specs: dict[str, Any] = {name: spec_of(param) for name, param in self._params.items()}
+        self._whole: dict[str, Tensor] = {}  # those of `found`, as DTensors if they are such
+        self._written: dict[str, weakref.ref[Tensor]] = {}  # by task, what the last step left NaN in
+        for bound in plan.bound.values() if self.habits.aliases else ():  # a plain step may have left them in the state
+            self._note(bound.origin, capture.optimizer.state.get(bound.origin))
 
     # -- before a step -------------------------------------------------------------------------------
 
@@ -61,42 +66,63 @@ class StepGradients:
             if view.source.grad is not None:
                 check_gradient(view.source, view.name, expected)
             view.take()
-        grads = list(map(attrgetter("grad"), self._params.values()))
-        self.found = dict(compress(zip(self._params, grads, strict=True), map(is_not, grads, repeat(None))))
+        grads = list(map(GRAD, self._params.values()))
+        self._whole = dict(compress(zip(self._params, grads, strict=True), map(is_not, grads, repeat(None))))
+        self.found = self._whole
+        if any(issubclass(kind, DTensor) for kind in set(map(type, grads))):
+            self.found = {name: local_part(grad) for name, grad in self._whole.items()}
 
     def check(self) -> None:
         """Raise InvalidGradient if the plan was not made for one of the gradients."""
+        self._check_zeroed()
         if self._as_planned():
             return
-        for name, grad in self.found.items():
+        for name, grad in self._whole.items():
             check_attributes(grad, name, self.habits.asks_layout)
             check_gradient(self._params[name], name, self._dtypes[name])
             self._specs[name] = spec_of(grad)
 
     def _as_planned(self) -> bool:
         """Tell whether `check` has nothing to look at. Each step asks this, so plain gradients are compared in C."""
-        grads = self.found.values()
-        if self.habits.asks_layout or any_attributes(grads):
+        whole = self._whole.values()
+        if self.habits.asks_layout or any_attributes(whole):
             return False
-        own: Iterable[Tensor] = grads
-        specs = [None] * len(grads)
         # FSDP2 gives gradients the same spec objects on each step, so comparing them costs little.
-        if any(issubclass(kind, DTensor) for kind in set(map(type, grads))):
-            own, specs = map(local_part, grads), list(map(spec_of, grads))
+        specs = [None] * len(whole) if self.found is self._whole else list(map(spec_of, whole))
         return (
-            list(map(FORM, own)) == list(map(self._forms.__getitem__, self.found))
+            list(map(FORM, self.found.values())) == list(map(self._forms.__getitem__, self.found))
             and list(map(self._specs.__getitem__, self.found)) == specs
         )
 
+    def _check_zeroed(self) -> None:
+        """Raise if a gradient that the last step wrote is there again, and was not zeroed."""
+        for name, last in self._written.items():
+            grad = self.plan.bound[name].origin.grad
+            if grad is None or grad is not last():
+                continue
+            own = local_part(grad)
+            if own.numel() and bool(own.flatten()[0].isnan()):
+                raise InvalidGradient(
+                    "the optimizer's step writes to gradients, and this gradient was not zeroed after the last step",
+                    at=name,
+                    hint="call zero_grad() after every step",
+                )
+
     def check_presence(self, ready: Iterable[str]) -> None:
-        """Raise InvalidGradient if the optimizer would notice that a gradient is missing, or a parameter frozen.
+        """Raise InvalidGradient where it counts that gradients are missing, held, or of a frozen parameter.
 
         Args:
             ready: the tasks with gradients that have taken their first step.
         """
         habits, bound = self.habits, self.plan.bound
-        if habits.aliases:
-            self.capture.given.check({n: bound[n].origin for n in ready}, habits.aliases)
+        for name in ready if habits.aliases and len(self.capture.given) else ():
+            origin = bound[name].origin
+            if memory_of(origin.grad) & self.capture.given.get(origin, set()):  # a plan has kept a copy of that one
+                raise InvalidGradient(
+                    f"it was written over an earlier gradient, which the optimizer holds in {some(habits.aliases)}",
+                    at=name,
+                    hint="call zero_grad(set_to_none=True) after every step, or let the optimizer keep a clone",
+                )
         if not self.found:
             check_main_gradients({name: b.origin for name, b in bound.items()})
         if habits.needs_gradients and (bare := [name for name in bound if name not in self.found]):
@@ -114,29 +140,35 @@ class StepGradients:
                 hint="set param.grad = None",
             )
 
-    def note_held(self) -> None:
-        """Note the tensors of the state that a plain step may have left: the optimizer may hold gradients there."""
-        for bound in self.plan.bound.values() if self.habits.aliases else ():
-            self.capture.given.note(bound.origin, self.capture.optimizer.state.get(bound.origin))
-
     # -- after a step --------------------------------------------------------------------------------
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Do to the gradients of all parameters what the optimizer's step does after its updates.
+    def leave(self, names: Iterable[str]) -> None:
+        """Do to the gradients of all parameters what the optimizer's step does, after its updates.
 
         Args:
             names: the tasks that stepped.
         """
         if self.habits.drops_gradients:
-            self.found = {}
+            self.found = self._whole = {}
             for bound in self.plan.bound.values():
                 bound.param.grad = bound.origin.grad = None
-        for bound in (self.plan.bound[n] for n in names) if self.habits.aliases else ():
-            self.capture.given.note(bound.origin, bound.origin.grad)
+        elif self.habits.writes_gradients:  # the plain optimizer leaves other values there, which nobody may read
+            self._written = {}
+            for name in names:
+                if (grad := self.plan.bound[name].origin.grad) is not None:
+                    local_part(grad).fill_(float("nan"))
+                    self._written[name] = weakref.ref(grad)
+        for bound in (self.plan.bound[name] for name in names) if self.habits.aliases else ():
+            self._note(bound.origin, bound.origin.grad)
+
+    def _note(self, param: Tensor, tensors: Any) -> None:
+        """Note the memory of a gradient, or of all tensors in a state, which may be one."""
+        known = {memory for memory in self.capture.given.get(param, ()) if not memory.expired()}
+        self.capture.given[param] = known | memory_of(*pytree.tree_leaves(tensors))
 
     def forget(self) -> None:
         """Let go of all gradients, and write what views hold as copies back to their parameters."""
-        self.found = {}
+        self.found = self._whole = {}
         for view in reversed(self._views):
             view.give_back()
 
@@ -144,3 +176,87 @@ class StepGradients:
 def spec_of(tensor: Tensor) -> Any:
     """The mesh and placements of a DTensor, with its shape and dtype; None for a plain tensor."""
     return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
+    """Refuse a gradient that cannot take part in this step.
+
+    Args:
+        param: a parameter with a gradient.
+        name: the name of the parameter, for the error.
+        expected: the dtype of the gradient that the plan was made for.
+
+    Raises:
+        InvalidGradient: the gradient is sparse or complex, has other placements than its parameter, or has another
+            shape or dtype than planned.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise InvalidGradient(
+            f"the gradient is {grad.layout}, not dense",
+            at=name,
+            hint="build the embedding with sparse=False, or move this parameter to another optimizer",
+        )
+    if grad.is_complex():
+        raise InvalidGradient(
+            "the gradient is complex",
+            at=name,
+            hint="use real parameters; split a complex one into its real and imaginary part",
+        )
+    if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
+        raise InvalidGradient(
+            f"the gradient has placements {getattr(grad, 'placements', 'of a plain tensor')}, "
+            f"but the parameter has {param.placements}",
+            at=name,
+            hint="call grad.redistribute(placements=param.placements) before step()",
+        )
+    if local_part(grad).shape != local_part(param).shape:
+        raise InvalidGradient(
+            f"the local shard of the gradient is {list(local_part(grad).shape)}, but the shard of the "
+            f"parameter is {list(local_part(param).shape)}",
+            at=name,
+        )
+    if grad.dtype != expected:
+        raise InvalidGradient(f"the gradient is {grad.dtype}, but the plan was made for {expected}", at=name)
+
+
+def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> None:
+    """Refuse a gradient of which its owner gets a copy that is unlike it: contiguous, without users' attributes.
+
+    Args:
+        grad: the gradient.
+        name: the name of its parameter.
+        asked: what the optimizer asks about the layout of gradients in memory, see `LayoutQuestions`.
+
+    Raises:
+        InvalidGradient: it has attributes, or it is not contiguous and the optimizer asks that.
+    """
+    if asked and lies_otherwise(local_part(grad), asked):
+        raise InvalidGradient(
+            "the optimizer's step depends on the strides of gradients. This gradient is not contiguous, "
+            "but its owner receives a contiguous copy",
+            at=name,
+            hint="set param.grad = param.grad.contiguous() before step()",
+        )
+    own = [attribute for attribute in vars(grad) if not attribute.startswith("_")]
+    if own:
+        raise InvalidGradient(
+            f"the gradient has attributes that the owner would not receive: {some(own)}",
+            at=name,
+            hint="set these attributes on the parameter instead",
+        )
+
+
+def check_main_gradients(params: Mapping[str, Tensor]) -> None:
+    """Raise if gradients are where no optimizer looks for them. Call this if no parameter has one.
+
+    Raises:
+        InvalidGradient: a framework keeps gradients in `main_grad`.
+    """
+    if found := [name for name, param in params.items() if isinstance(getattr(param, "main_grad", None), Tensor)]:
+        raise InvalidGradient(
+            "no parameter has a gradient. The gradients in param.main_grad are not read",
+            at=some(found),
+            hint="set param.grad = param.main_grad (in the dtype of the parameter) before step()",
+        )

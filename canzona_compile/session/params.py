@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their names, and what is wrong with them or with their gradients."""
+"""The parameters of an optimizer: their names, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import gc
 import itertools
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,16 +19,15 @@ from canzona_compile.compat.torch_private import is_flattened, is_non_overlappin
 from canzona_compile.errors import (
     CanzonaError,
     EveryRankComputes,
-    InvalidGradient,
     UnsupportedLayout,
     UnsupportedOptimizer,
     some,
 )
 from canzona_compile.ir.canonical_names import DDP, canonical_name, canonical_names
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step
-from canzona_compile.rehearsal.asked import lies_otherwise
 from canzona_compile.runtime.process_groups import distributed
+from canzona_compile.session.gradients import check_gradient
+from canzona_compile.tensors import local_part
 
 Module = TypeVar("Module", bound=nn.Module)
 Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
@@ -206,90 +204,3 @@ def check_disjoint(named: Named) -> None:
                 at=second,
                 hint="pass only one of the two, or one parameter that contains both",
             )
-
-
-# -- gradients -------------------------------------------------------------------------------------
-
-
-def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
-    """Refuse a gradient that cannot take part in this step.
-
-    Args:
-        param: a parameter with a gradient.
-        name: the name of the parameter, for the error.
-        expected: the dtype of the gradient that the plan was made for.
-
-    Raises:
-        InvalidGradient: the gradient is sparse or complex, has other placements than its parameter, or has another
-            shape or dtype than planned.
-    """
-    grad = param.grad
-    assert grad is not None
-    if grad.layout is not torch.strided:
-        raise InvalidGradient(
-            f"the gradient is {grad.layout}, not dense",
-            at=name,
-            hint="build the embedding with sparse=False, or move this parameter to another optimizer",
-        )
-    if grad.is_complex():
-        raise InvalidGradient(
-            "the gradient is complex",
-            at=name,
-            hint="use real parameters; split a complex one into its real and imaginary part",
-        )
-    if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
-        raise InvalidGradient(
-            f"the gradient has placements {getattr(grad, 'placements', 'of a plain tensor')}, "
-            f"but the parameter has {param.placements}",
-            at=name,
-            hint="call grad.redistribute(placements=param.placements) before step()",
-        )
-    if local_part(grad).shape != local_part(param).shape:
-        raise InvalidGradient(
-            f"the local shard of the gradient is {list(local_part(grad).shape)}, but the shard of the "
-            f"parameter is {list(local_part(param).shape)}",
-            at=name,
-        )
-    if grad.dtype != expected:
-        raise InvalidGradient(f"the gradient is {grad.dtype}, but the plan was made for {expected}", at=name)
-
-
-def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> None:
-    """Refuse a gradient of which its owner gets a copy that is unlike it: contiguous, without users' attributes.
-
-    Args:
-        grad: the gradient.
-        name: the name of its parameter.
-        asked: what the optimizer asks about the layout of gradients in memory, see `LayoutQuestions`.
-
-    Raises:
-        InvalidGradient: it has attributes, or it is not contiguous and the optimizer asks that.
-    """
-    if asked and lies_otherwise(local_part(grad), asked):
-        raise InvalidGradient(
-            "the optimizer's step depends on the strides of gradients. This gradient is not contiguous, "
-            "but its owner receives a contiguous copy",
-            at=name,
-            hint="set param.grad = param.grad.contiguous() before step()",
-        )
-    own = [attribute for attribute in vars(grad) if not attribute.startswith("_")]
-    if own:
-        raise InvalidGradient(
-            f"the gradient has attributes that the owner would not receive: {some(own)}",
-            at=name,
-            hint="set these attributes on the parameter instead",
-        )
-
-
-def check_main_gradients(params: Mapping[str, Tensor]) -> None:
-    """Raise if gradients are where no optimizer looks for them. Call this if no parameter has one.
-
-    Raises:
-        InvalidGradient: a framework keeps gradients in `main_grad`.
-    """
-    if found := [name for name, param in params.items() if isinstance(getattr(param, "main_grad", None), Tensor)]:
-        raise InvalidGradient(
-            "no parameter has a gradient. The gradients in param.main_grad are not read",
-            at=some(found),
-            hint="set param.grad = param.main_grad (in the dtype of the parameter) before step()",
-        )

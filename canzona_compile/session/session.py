@@ -28,14 +28,13 @@ from canzona_compile.runtime.process_groups import Groups, current_device, distr
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.session.agreements import Agreements
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
-from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoints import is_dummy_step, undone
-from canzona_compile.session.compared import ChangeKind, Ranks, StepChange
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.params import check_params, named_params, notice_data_parallel
-from canzona_compile.session.plan import Plan, make_plan, proposed_capacity, whole
+from canzona_compile.session.plan import BoundParam, Plan, make_plan, proposed_capacity, whole
 from canzona_compile.session.portable_state import PortableState, given_back_on_error
-from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.session.step_driver import ChangeKind, StepChange, StepDriver
+from canzona_compile.session.variant_selection import Ranks
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
 
@@ -405,6 +404,7 @@ class Session(PortableState):
         """Drop the plan, so that the next step binds and plans again. `optimizer.state` must be portable already."""
         if self.driver is not None:
             self.driver.forget_programs()
+            self.capture.watch.hold({})
         self.driver, self.has_dummy_state, self._consolidated = None, False, None
         self.measuring.found = None
 

@@ -16,10 +16,9 @@ from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.passes import planning_passes
 from canzona_compile.session.bind import Binder
-from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.compared import Ranks
-from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
+from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
 from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.session.variant_selection import Ranks
 
 
 class PlannedSession(Protocol):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import logging
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import NamedTuple
@@ -25,13 +28,46 @@ from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
 from canzona_compile.session.cells import Cells
-from canzona_compile.session.compared import ChangeKind, Ranks, SharedNumbers, StepChange
 from canzona_compile.session.gradients import StepGradients
-from canzona_compile.session.held import HeldParameters, HeldState
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey, ProgramMaker
 from canzona_compile.session.state import StateStore
-from canzona_compile.session.variant_selection import Names, VariantAssignment, VariantSelection
+from canzona_compile.session.variant_selection import (
+    Names,
+    Ranks,
+    SharedNumbers,
+    VariantAssignment,
+    VariantSelection,
+)
+
+log = logging.getLogger(__name__)
+
+
+class ChangeKind(enum.Enum):
+    """What a change requires before the step can run."""
+
+    REPLAN = enum.auto()  # it requires a new plan
+    PRESENCE = enum.auto()  # it requires a program for other tasks
+    VARIANTS = enum.auto()  # it requires a program for other variants
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """A change that ranks compare before they go on.
+
+    Attributes:
+        kind: what the change requires.
+        text: what changed. Ranks compare it, and errors show it. Ranks that saw the same change have the same text.
+    """
+
+    kind: ChangeKind
+    text: str
+
+    @classmethod
+    def replan(cls, reason: str) -> StepChange:
+        """Make the change that requires a new plan, for this reason."""
+        log.info("a new plan: %s", reason)
+        return cls(ChangeKind.REPLAN, f"re-plan: {reason}")
 
 
 class Participants(NamedTuple):
@@ -100,8 +136,7 @@ class StepDriver:
         self._numbers = SharedNumbers(optimizer, plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._audit = None if options.audit is None else Audit(options.audit, self.store)
-        self._held_state = HeldState(optimizer)
-        self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
+        capture.watch.hold({name: bound.origin for name, bound in plan.bound.items()})
         self._agreed = self._next = Participants()  # of the last step, and of the next one
         self._assignment: VariantAssignment = ()  # the variants of the next step
         self._shared_assignment: VariantAssignment = ()  # the part of it that other ranks share
@@ -126,7 +161,6 @@ class StepDriver:
         Raises:
             CanzonaError: the state or a gradient does not fit its parameter.
         """
-        self.gradients.note_held()
         self.store.adopt()
         self.gradients.read()
         self._next = self._agreed = self._participants()
@@ -172,19 +206,19 @@ class StepDriver:
         Raises:
             InvalidGradient: a gradient is one that the plan was not made for.
         """
+        watch = self.capture.watch
         if not self._bound():
             return StepChange.replan("the parameters changed")
-        if self._held_params.replaced():
+        if watch.replaced():
             return StepChange.replan("the memory or the attributes of parameters were replaced")
         if self._transitional & self._stepped:
             return StepChange.replan("the state of parameters has a new form")
         if self.capture.notice():
             return StepChange.replan("attributes of the optimizer changed, and it now runs in another way")
-        self._held_params.check_gradients()
-        if cleared := self._held_state.cleared():
+        if cleared := watch.cleared():
             self.store.forget(cleared)
             self.forget_programs()
-        elif self._held_state.grown():
+        elif watch.grown():
             return StepChange.replan("the state of parameters has new entries")
         self.gradients.read()
         self.gradients.check()
@@ -276,12 +310,10 @@ class StepDriver:
         if self.capture.counts:
             self._shadow.count()
         if fresh or not self._stepped:
-            self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
+            own = {n: self.store.params[n] for n in self.store.initialised if self._compiled(n)}
+            self.capture.watch.hold_state(own)
         self._stepped = set(self.store.initialised)
-        habits = self.gradients.habits
-        if habits.writes_gradients and not habits.drops_gradients:
-            self._held_params.use_gradients((*ready, *fresh))
-        self.gradients.drop((*ready, *fresh))
+        self.gradients.leave((*ready, *fresh))
         if not fresh and self.last is not None:
             return False
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then

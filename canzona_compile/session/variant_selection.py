@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.variant import Scalars
 from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.replica.external_counters import Counter
+from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.leaves import read, write
 from canzona_compile.replica.raised import Untraceable
-from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.plan import Plan
+from canzona_compile.session.plan import BoundParam, Plan
 
 Names = tuple[str, ...]
+Ranks = tuple[int, ...]
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 VariantAssignment = tuple[tuple[str, int, Names], ...]  # each entry: a template, the label of its numbers, its tasks
 
 
@@ -249,3 +255,53 @@ def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> Varia
                 scalars[name] = here.before[counter]
     after = {**other.counters, **{k: v for k, v in here.counters.items() if k in kind.variant_period.counters}}
     return VariantPath(other.template, scalars, here.before, after)
+
+
+class SharedNumbers:
+    """The hyperparameters and counters of tasks that ranks share.
+
+    Args:
+        optimizer: the optimizer.
+        plan: the plan.
+    """
+
+    def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
+        self.optimizer = optimizer
+        shared = [task for task in plan.owned.tasks if task.layout.grid.size > 1]
+        self._first: dict[Ranks, dict[int, str]] = {}  # by set of ranks and parameter group, its first task
+        self._ranks_of: dict[str, Ranks] = {}
+        for task in shared:
+            ranks = self._ranks_of[task.name] = tuple(sorted(task.layout.grid.members()))
+            self._first.setdefault(ranks, {}).setdefault(task.param_group, task.name)
+
+    def text(self, cohorts: Sequence[SameCounters]) -> dict[Ranks, str]:
+        """Describe the numbers of a step by set of ranks, one line for each parameter group and cohort."""
+        groups = self.optimizer.param_groups
+        found = {
+            ranks: [f"the group of {name} has {described(groups[g])}" for g, name in first.items() if g < len(groups)]
+            for ranks, first in self._first.items()
+        }
+        for cohort in cohorts:
+            numbers = f"{described(cohort.scalars)} {described(cohort.counters)}"
+            for name in cohort.tasks:
+                if (ranks := self._ranks_of.get(name)) is not None:
+                    found[ranks].append(f"{name} reads {numbers}")
+                    break
+        return {ranks: "\n".join(lines) for ranks, lines in found.items()}
+
+
+def described(values: Any) -> str:
+    """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out."""
+    return ", ".join(
+        f"{name}={told(value)}"
+        for name, value in sorted(hypers(values).items())
+        if not isinstance(value, Tensor) or value.device.type == "cpu"
+    )
+
+
+def told(value: Any) -> str:
+    """One value, without what differs between processes that hold equal ones: addresses, and the order of sets."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    text = repr(sorted(value, key=repr)) if isinstance(value, set | frozenset) else repr(value)
+    return ADDRESS.sub("", text)

@@ -21,7 +21,7 @@ from canzona_compile.ir.layout import Box
 from canzona_compile.ir.sharding import Tiling
 from canzona_compile.ir.split import Split
 from canzona_compile.replica.leaves import LeafPath, leaf_name, paths_of, read
-from canzona_compile.replica.twin import plain_attributes
+from canzona_compile.tensors import plain_attributes
 from canzona_compile.views.view import ParamView, State, ViewPart, WholeOf, rewritten
 
 

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import Box, Shape, laid_out_like, local_part
+from canzona_compile.ir.layout import Box, Shape, laid_out_like
 from canzona_compile.replica.leaves import LeafPath, empty_containers, keys_of, paths_of, read, structure_of, write
+from canzona_compile.tensors import local_part
 from canzona_compile.views.elements import Elements, shares_memory
 
 State = dict[str, Any]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from acceptance.side_by_side import SideBySide, even
 from acceptance.step import AcceptanceRank
-from canzona_compile.ir.layout import local_part
+from canzona_compile.tensors import local_part
 
 
 def good(rank: AcceptanceRank) -> str:

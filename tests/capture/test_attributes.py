@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import canzona_compile
 from canzona_compile.capture import templates
 from canzona_compile.rehearsal.rehearsal import Habits, rehearse
-from canzona_compile.replica.attribute_watch import MOST_REHEARSALS, AttributeWatch
+from canzona_compile.replica.watch import MOST_REHEARSALS, ChangeWatch
 from tests.harness.pairs import feed, muon, parameters
 
 
@@ -57,7 +57,7 @@ ATOMS = st.sampled_from([0, 1, True, 1.0, -0.0, None, "a", float("nan"), torch.f
 VALUES = st.one_of(ATOMS, st.lists(ATOMS, max_size=2), st.tuples(ATOMS), st.dictionaries(st.sampled_from("ab"), ATOMS))
 
 
-class AlwaysLooks(AttributeWatch):
+class AlwaysLooks(ChangeWatch):
     """Never takes the shortcut, so it finds every change."""
 
     def _as_before(self, counters: Any) -> bool:
@@ -70,7 +70,7 @@ def test_the_shortcut_misses_no_change(edits: list[tuple[str, str, Any]]) -> Non
     param = torch.nn.Parameter(torch.zeros(1))
     optimizer: Any = torch.optim.SGD([param], lr=0.1)
     optimizer.first, optimizer.last = {}, {}
-    watches = [AttributeWatch(optimizer), AlwaysLooks(optimizer)]
+    watches = [ChangeWatch(optimizer), AlwaysLooks(optimizer)]
     for watch in watches:
         watch.begin(())
     for name, key, value in edits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,6 +194,45 @@ def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimiz
     with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
         check_separable(optimizer, ParamExample(optimizer.param_groups[0], spec(6, 4), "layer.weight"))
     assert caught.value.at == "layer.weight"
+
+
+class Scales(toys.PerParameter):
+    """Reads the norms of all gradients always, and divides large matrices by their sum."""
+
+    def __init__(self, params: list[Any], most: float) -> None:
+        super().__init__(params)
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        norm = sum(float(p.grad.norm()) for p in params)
+        for param in params:
+            param.sub_(param.grad.sign(), alpha=0.1 / (norm if param.numel() > self.most else 1.0))
+
+
+HUGE = ((50_000, 20_000), (20_000, 50_000), (50_000, 10_000))
+
+
+def separable(optimizer: Optimizer) -> bool:
+    """Whether the step at the real sizes could be followed; parameters lie in one element, as no memory holds them."""
+    param = optimizer.param_groups[0]["params"][0]
+    return check_separable(optimizer, ParamExample(optimizer.param_groups[0], ParameterSpec.of(param), "w"))
+
+
+def huge() -> list[Any]:
+    return [torch.nn.Parameter(torch.zeros(()).expand(shape)) for shape in HUGE]
+
+
+@pytest.mark.parametrize("make", [muon, AdamW, lambda params: AdamW(params, foreach=True, amsgrad=True)])
+def test_sizes_that_no_memory_holds_are_stepped(make: Callable[[list[Any]], Optimizer]) -> None:
+    assert separable(make(huge()))
+
+
+def test_numbers_that_are_read_count_where_they_are_used() -> None:
+    assert not separable(Scales(huge(), math.inf)), "a number on the host has no labels"
+    with pytest.raises(UnsupportedOptimizer, match="couples parameters"):
+        separable(Scales(huge(), 750_000_000))
 
 
 # -- stacks ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.optim import Muon, Optimizer
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.replica.twin import signature
+from canzona_compile.replica.homes import signature
 from canzona_compile.session import session
 
 Shape = tuple[int, ...]
@@ -229,7 +229,7 @@ def keep_what_is_shared() -> None:
     def forget_kinds(self: Capture) -> None:
         global forgotten
         forgotten += 1
-        self.kinds, self._separable = dict(self.kinds), set(self._separable)
+        self.kinds, self._separable = dict(self.kinds), dict(self._separable)
         forget(self)
 
     Capture.forget_kinds = forget_kinds  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from canzona_compile.session.compared import described
+from canzona_compile.session.variant_selection import described
 
 
 class Options:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from canzona_compile.errors import InvalidGradient
-from canzona_compile.session.compared import ChangeKind, StepChange
-from canzona_compile.session.held import HeldState
-from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.replica.watch import ChangeWatch
+from canzona_compile.session.step_driver import ChangeKind, StepChange, StepDriver
 from tests.harness import toys
 from tests.harness.pairs import Pair, feed, params_of
 
@@ -83,11 +82,11 @@ def test_state_that_users_remove_is_freed() -> None:
     """The plan does not need the state of a parameter that steps elementwise, so it must not keep it alive."""
     vector = torch.nn.Parameter(torch.ones(4))
     optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(4, 4)), vector], lr=0.1, momentum=0.9)
-    held = HeldState(optimizer)
+    held = ChangeWatch(optimizer)
     for param in optimizer.param_groups[0]["params"]:
         optimizer.state[param] = {"momentum_buffer": torch.ones_like(param)}
     matrix = optimizer.param_groups[0]["params"][0]
-    held.hold({"matrix": matrix})
+    held.hold_state({"matrix": matrix})
     buffer = weakref.ref(optimizer.state.pop(vector)["momentum_buffer"])
     assert buffer() is None
     assert held.cleared() == held.cleared() == []

@@ -14,10 +14,10 @@ from torch.optim import LBFGS, AdamW, Muon, Optimizer
 
 import canzona_compile
 from canzona_compile.ir.fx_utils import outputs
-from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step, Strategy, Template
 from canzona_compile.passes import Canonicalize
 from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.tensors import local_part
 from tests.harness.own_objects import ByAddress as ByViews
 from tests.harness.toy_optimizers import PerParameter, State
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from canzona_compile.api.chain import Chain
 from canzona_compile.api.muon_adamw import plain_muon_adamw
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
@@ -172,10 +173,14 @@ def captured_by(
     """
     capture = Capture(optimizer)
     kinds: dict[tuple[Shape, int], ParamKind] = {}
+    separable: dict[tuple[int, int], bool] = {}
 
     def kind_of(shape: Shape, g: int, name: str) -> ParamKind:
         spec = ParameterSpec(shape, DTYPE, DTYPE, torch.device("cpu"))
-        return capture.kind_of(ParamExample(optimizer.param_groups[g], spec, name))
+        like = ParamExample(optimizer.param_groups[g], spec, name)
+        if (g, len(shape)) not in separable:  # nothing is rehearsed here, which costs more
+            separable[g, len(shape)] = check_separable(optimizer, like)
+        return capture.kind_of(like)
 
     tasks: list[Task] = []
     periods: dict[str, VariantPeriod] = {}

@@ -20,7 +20,7 @@ from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
 from canzona_compile.report.explain import ExplainedParameter
-from canzona_compile.session.params import check_gradient
+from canzona_compile.session.gradients import check_gradient
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.findings import LeafDifference, Tally
 from canzona_compile.tools.verification.layouts import LayoutName, give, share

@@ -1,4 +1,4 @@
-"""Which memory tensors lie in and operators write, and where gradients lay that an optimizer still holds."""
+"""Tensors as they are held: a rank's part of one, what it is made of and shares, who writes it, what users attached."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from canzona_compile.compat.torch_private import pytree
-from canzona_compile.errors import InvalidGradient, some
-from canzona_compile.ir.layout import local_part
-from canzona_compile.replica.snapshot import inner_tensors
+MARKS = (int, float, str, type(None))  # classes of attributes of parameters that plans know
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The fragment that this rank holds, without a copy and without autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def inner_tensors(tensor: Tensor) -> list[str]:
+    """The attributes with the tensors that a tensor is made of, such as codes and scales of low-bit state.
+
+    Its other metadata is made again by its code. Classes of this kind seldom have operators to be copied.
+    """
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    return names
 
 
 def memory_of(*values: Any) -> set[StorageWeakRef]:
@@ -76,31 +89,19 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
 
 
-class GradientAliases:
-    """Notes the memory of gradients by parameter, as far as it is not freed since. It outlives plans."""
+def any_attributes(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether users gave attributes to one of these tensors. This is asked on each step, so it loops in C."""
+    return not all(name.startswith("_") for name in set[str]().union(*map(vars, tensors)))
 
-    def __init__(self) -> None:
-        self._memory = WeakTensorKeyDictionary()
 
-    def note(self, param: Tensor, tensors: Any) -> None:
-        """Note the memory of a gradient, or of all tensors in a state, which may be one."""
-        known = {memory for memory in self._memory.get(param, ()) if not memory.expired()}
-        self._memory[param] = known | memory_of(*pytree.tree_leaves(tensors))
+def plain_attributes(param: Tensor) -> dict[str, Any]:
+    """The attributes that users gave to a parameter, such as `lr_mul`, as far as they are numbers and texts.
 
-    def check(self, params: Mapping[str, Tensor], places: Iterable[str]) -> None:
-        """Raise if a gradient lies in memory that was noted, which the optimizer holds.
+    Names that begin with an underscore belong to frameworks.
+    """
+    return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, MARKS)}
 
-        Args:
-            params: the parameters of this step, by name.
-            places: where the optimizer holds gradients.
 
-        Raises:
-            InvalidGradient: the plain optimizer would find this gradient there. A plan keeps a copy of the earlier one.
-        """
-        for name, param in params.items() if len(self._memory) else ():
-            if memory_of(param.grad) & self._memory.get(param, set()):
-                raise InvalidGradient(
-                    f"it was written over an earlier gradient, which the optimizer holds in {some(places)}",
-                    at=name,
-                    hint="call zero_grad(set_to_none=True) after every step, or let the optimizer keep a clone",
-                )
+def other_attributes(param: Tensor) -> dict[str, Any]:
+    """The other attributes that users gave to a parameter, such as tensors and dicts."""
+    return {k: v for k, v in vars(param).items() if not k.startswith("_") and not isinstance(v, MARKS)}

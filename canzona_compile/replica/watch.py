@@ -1,20 +1,22 @@
-"""Watch the attributes of an optimizer and its parameters: twins follow them, and some ask for another rehearsal."""
+"""What users may change between two steps: attributes of an optimizer, its parameters, the state that a plan holds."""
 
 from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Container
-from operator import is_
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 from canzona_compile.replica.homes import own_attributes
+from canzona_compile.replica.leaves import CONTAINERS
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
-from canzona_compile.replica.twin import any_attributes, other_attributes
+from canzona_compile.tensors import any_attributes, other_attributes, plain_attributes
 
 MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
@@ -23,12 +25,15 @@ A_DICT = ("a dict",)  # stands before the entries of a dict in a list; a tuple, 
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
 OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
+DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+Entry = tuple[Callable[[Any], Any], Any, Any]  # the function that reads a container, a key in it, and the value there
 
 
-class AttributeWatch:
-    """Compares the attributes of an optimizer and of its parameters with those of the last look.
+class ChangeWatch:
+    """Compares what an optimizer has now with the last look, and with what the plan holds.
 
-    Attributes of parameters that are numbers or texts belong to plans (`plain_attributes`), and are not looked at here.
+    Every step asks all of this, so each question has a shortcut in C for the answer that nothing changed.
 
     Args:
         optimizer: the optimizer.
@@ -41,17 +46,15 @@ class AttributeWatch:
         self._changes: collections.Counter[str] = collections.Counter()  # by name, those that twins do not follow
         self._deep: list[str] = []  # the places inside of attributes that changed
 
-    def begin(self, counters: Container[str]) -> None:
-        """Look for the first time.
+    # -- attributes, since the last look ---------------------------------------------------------------
 
-        Args:
-            counters: the attributes in which the step counts; they are not looked at.
-        """
+    def begin(self, counters: Container[str]) -> None:
+        """Look at attributes for the first time, except for those in which the step counts."""
         if self._last is None:
             self._last = self._look(counters)
 
     def changes(self, counters: Container[str]) -> tuple[bool, bool]:
-        """Look again.
+        """Look at attributes again. Numbers and texts of parameters belong to plans, see `replaced`.
 
         Returns:
             Whether an attribute of the optimizer changed since the last look; whether the optimizer should be rehearsed
@@ -91,16 +94,12 @@ class AttributeWatch:
             )
 
     def _as_before(self, counters: Container[str]) -> bool:
-        """Tell whether all attributes are constants, and the same objects as in the last look.
-
-        Each step asks this first, because comparing identities is faster than a look.
-        """
+        """Tell whether all attributes are constants, and the same objects as in the last look."""
         before, now = self._constants, flattened_attributes(self.optimizer, counters)
         same = before is not None and len(now) == len(before) and all(map(is_, now, before))
-        return same and not any_attributes(self._params())
+        return same and not any_attributes(self._all_params())
 
-    def _params(self) -> list[Tensor]:
-        """The parameters of all groups."""
+    def _all_params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _look(self, counters: Container[str]) -> Contents:
@@ -110,7 +109,7 @@ class AttributeWatch:
             if name not in counters:
                 walk.add(name, value)
         found = walk.found
-        held, params = flattened_attributes(own, counters), self._params()
+        held, params = flattened_attributes(own, counters), self._all_params()
         marked = any_attributes(params)
         self._constants = held if not marked and all(map(is_constant, held)) else None
         for i, param in enumerate(params if marked else ()):
@@ -120,6 +119,99 @@ class AttributeWatch:
                     walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
                 found |= walk.found
         return found
+
+    # -- parameters and state, since the plan ------------------------------------------------------------
+
+    def hold(self, params: Mapping[str, Tensor]) -> None:
+        """Note the memory, the form and the marks that the parameters of a plan have now, by name."""
+        self._params = dict(params)
+        self._distributed = any(isinstance(p, DTensor) for p in self._params.values())
+        self._memory, self._marks = self._memory_now(), self._marks_now()
+        self.hold_state({})
+
+    def replaced(self) -> bool:
+        """Tell whether the memory, the form or the marks of a parameter were replaced."""
+        return self._memory_now() != self._memory or self._marks_now() != self._marks
+
+    def _memory_now(self) -> list[Any]:
+        params = self._params.values()
+        parts = [p._local_tensor if isinstance(p, DTensor) else p for p in params] if self._distributed else params
+        return [*map(Tensor.data_ptr, parts), *map(DTYPE, parts), *map(SHAPE, parts)]
+
+    def _marks_now(self) -> dict[str, str]:
+        if not any_attributes(self._params.values()):
+            return {}
+        return {name: str(marks) for name, param in self._params.items() if (marks := plain_attributes(param))}
+
+    def hold_state(self, params: Mapping[str, Tensor]) -> None:
+        """Note the tensors in the state of these tasks, which programs read and write from now on."""
+        state = self.optimizer.state
+        self._states: dict[str, tuple[Tensor, Any, list[Entry]]] = {
+            name: (param, state[param], list(entries(state[param]))) for name, param in params.items() if param in state
+        }
+        self._stateful, self._owns = [p for p, _, _ in self._states.values()], [o for _, o, _ in self._states.values()]
+        self._entries = [entry for _, _, own in self._states.values() for entry in own]
+        self._sizes = list(map(len, self._owns))
+        self._ids = ids_in(state)
+
+    def cleared(self) -> list[str]:
+        """Find the tasks whose state the user cleared, as a whole.
+
+        Raises:
+            CanzonaError: the user replaced or removed some of the state of a parameter, but not all.
+        """
+        if self._as_held():
+            return []
+        state, gone = self.optimizer.state, []
+        for name, (param, own, held) in self._states.items():
+            now = state.get(param)
+            if now is own and in_place(held):
+                continue
+            if now:
+                raise CanzonaError(
+                    "tensors in its state were replaced or removed, but the plan still uses the old ones",
+                    at=name,
+                    hint="change values in place, clear the whole state of the parameter, or call load_state_dict",
+                )
+            gone.append(name)
+        return gone
+
+    def _as_held(self) -> bool:
+        """Tell whether the user replaced nothing in the state that is held."""
+        # Comparing identities in the order of the dict avoids hashing parameters: Tensor.__hash__ is a Python function.
+        # The entries held here are alive, so their identities are their own. An entry that is not held may be a new
+        # object with the identity of a freed one; it does not matter here.
+        if (ids := ids_in(self.optimizer.state)) != self._ids:
+            if not all(map(is_, map(self.optimizer.state.get, self._stateful), self._owns)):
+                return False
+            self._ids = ids
+        return in_place(self._entries)
+
+    def grown(self) -> bool:
+        """Tell whether the user put new entries into the state of a parameter."""
+        return list(map(len, self._owns)) != self._sizes
+
+
+def ids_in(state: Mapping[Any, Any]) -> list[int]:
+    """The identities of all keys, then of all values, in the order of the dict."""
+    return [*map(id, state), *map(id, state.values())]
+
+
+def entries(state: Any) -> Iterator[Entry]:
+    """The tensors in the containers of a state, and what stands for those of other ranks."""
+    for key, value in list(state.items()) if isinstance(state, dict) else list(enumerate(state)):
+        if isinstance(value, Tensor | None):
+            yield state.get if isinstance(state, dict) else state.__getitem__, key, value
+        elif isinstance(value, CONTAINERS):
+            yield from entries(value)
+
+
+def in_place(held: Iterable[Entry]) -> bool:
+    """Tell whether these entries lie where they lay."""
+    try:
+        return all(read(key) is value for read, key, value in held)
+    except IndexError:
+        return False
 
 
 def flattened_attributes(optimizer: Optimizer, counters: Container[str]) -> list[Any]:
