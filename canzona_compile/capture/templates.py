@@ -29,6 +29,7 @@ from canzona_compile.rehearsal.diagnosis import NamesByGroup
 from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, rehearse
 from canzona_compile.replica.attribute_watch import AttributeWatch
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
+from canzona_compile.replica.homes import advice
 from canzona_compile.replica.leaves import python_leaves
 from canzona_compile.replica.memory import GradientAliases
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
@@ -159,10 +160,19 @@ class Capture:
             return Habits()
         if (cast := self._cast()) not in self._rehearsals:
             tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
-            self._rehearsals[cast] = habits = rehearse(self.optimizer, names)
+            self._rehearsals[cast] = habits = self._rehearsed(names)
             self.counts.update(habits.counters)
             self._rehearsals[self._cast()] = habits  # without the counters that it found
         return self._rehearsals[cast]
+
+    def _rehearsed(self, names: NamesByGroup) -> Habits:
+        try:
+            return rehearse(self.optimizer, names)
+        except UnsupportedOptimizer as refused:
+            if not (hint := advice(self.optimizer)):
+                raise
+            hint = f"{hint}; {refused.hint or ''}".rstrip("; ")
+            raise UnsupportedOptimizer(refused.problem, at=refused.at, hint=hint) from refused
 
     def _cast(self) -> Any:
         counters = self.group_counters()

@@ -1,14 +1,13 @@
 """Interpreted tasks: the optimizer's own eager step on gathered tensors, as a graph of one opaque node.
 
-Eager steps have three uses. A task that Dynamo cannot trace runs eagerly on every step. So does a resident, by an
-optimizer object of its own. And every task that has state runs its first step eagerly, because then the optimizer's own
+Eager steps have three uses. A task that Dynamo cannot trace runs eagerly on every step, and so does one with an
+optimizer object of its own. Every task that has state runs its first step eagerly, because then the optimizer's own
 code creates the state.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,12 +25,11 @@ class EagerStep:
 
     Args:
         leaves: the names of the tensor leaves of the state that the graph returns.
-        name: of the node.
     """
 
-    def __init__(self, leaves: tuple[str, ...] = (), name: str = "eager_step") -> None:
+    def __init__(self, leaves: tuple[str, ...] = ()) -> None:
         self.leaves = leaves
-        self.__name__ = self.__qualname__ = name
+        self.__name__ = self.__qualname__ = "eager_step"
 
     def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         """Take the step of one task.
@@ -49,23 +47,13 @@ class EagerStep:
         return (new, *(found[name] for name in self.leaves))
 
 
-def placeholder(graph: fx.Graph, leaf: Leaf) -> fx.Node:
-    """Add the placeholder of a leaf to a graph."""
-    node = graph.placeholder(leaf.name)
-    if leaf.dtype is not None:
-        node.meta["val"] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    return node
-
-
 def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.Node:
     item = graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = example  # set by hand, because the eager step cannot run on fake tensors
     return item
 
 
-def interpreted_template(
-    name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = (), target: Any = None
-) -> Template:
+def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = ()) -> Template:
     """Make a template whose whole step is one opaque node.
 
     Args:
@@ -74,7 +62,6 @@ def interpreted_template(
         reason: why the step is not compiled, for reports.
         state: tensor leaves that the step creates and the graph returns; the others stay in the
             owner's state.
-        target: what takes the step; None for an `EagerStep`.
 
     Returns:
         A template with the leaves `task`, `param` and `grad`, which writes `param` and `state`.
@@ -85,8 +72,10 @@ def interpreted_template(
         Leaf(Role.PARAM, "param", spec.shape, spec.dtype),
         Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype),
     )
-    nodes = [placeholder(graph, leaf) for leaf in leaves]
-    step = graph.call_function(target or EagerStep(tuple(leaf.name for leaf in state)), tuple(nodes))
+    nodes = [graph.placeholder(leaf.name) for leaf in leaves]
+    for node, leaf in zip(nodes[1:], leaves[1:], strict=True):
+        node.meta["val"] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    step = graph.call_function(EagerStep(tuple(leaf.name for leaf in state)), tuple(nodes))
     written = (leaves[1], *state)
     results = [
         _getitem(graph, step, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.rehearsal.contract import TOGETHER, broken, object_per_matrix
@@ -20,7 +19,6 @@ from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, take
 from canzona_compile.replica.homes import copied_attributes
 from canzona_compile.replica.miniature import Miniature, public
 from canzona_compile.replica.raised import blamed, first_line
-from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import plain_attributes
 
@@ -76,7 +74,7 @@ def refusal(
         whole, parts: what they did, to all parameters together and to each separately.
         names: those of the optimizer's parameters by group, for the error.
     """
-    kind = plain_class(optimizer).__name__
+    kind = whole.kind
     if parts.error is not None and whole.error is None:
         return UnsupportedOptimizer(
             f"{kind}.step fails for one parameter without the others{tensors_kept(optimizer)}: "
@@ -98,20 +96,19 @@ def refusal(
             at=at,
             hint=f"{broken(4)}: keep per-parameter data in self.state[param]",
         )
-    device = next(p.device for group in optimizer.param_groups for p in group["params"])
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     knowing = sorted({p.partition("[")[0].partition("(")[0] for p in holding_parameters(small)})
     kept = f"; {some(knowing)} {'refers' if len(knowing) == 1 else 'refer'} to parameters" if knowing else ""
     for company in (VisibleContext.ATTRIBUTES, VisibleContext.ITSELF, VisibleContext.GROUP, VisibleContext.ALL_GROUPS):
-        with seeded(device):
-            other = take(optimizer, scenario, OneByOne(bool(whole.counters), whole.drew, company))
+        other = take(optimizer, scenario, OneByOne(bool(whole.counters), whole.drew, company))
         if not difference(whole, other):
             detail = f": {some(others_than_marks(small.params))}" if company is VisibleContext.ATTRIBUTES else kept
             line = 2 if company in (VisibleContext.GROUP, VisibleContext.ALL_GROUPS) else 3
             return UnsupportedOptimizer(
                 f"{kind}.step {company.value}{detail}", at=at, hint=f"{broken(line)}; {object_per_matrix(optimizer)}"
             )
-    moving = sorted({f"self.{name}" for p in changed(whole.after[0], whole.after[-1]) if (name := attribute_of(p))})
+    first, last = whole.after[0], whole.after[-1]
+    moving = sorted({f"self.{name}" for p, v in last.items() if v != first.get(p) and (name := attribute_of(p))})
     written = f", and it changes {some(beside or moving)}" if beside or moving else ""
     hint = f"{broken(2)}; {TOGETHER}"
     if beside or moving or kept:  # it may break line 3 or 4 only

@@ -26,11 +26,16 @@ from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusa
 from canzona_compile.rehearsal.real_sizes import check_real_sizes
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import OneByOne
-from canzona_compile.rehearsal.trial import Plainly, RehearsedSteps, contents_of, read_later, take, texts_written
+from canzona_compile.rehearsal.trial import (
+    Plainly,
+    RehearsedSteps,
+    contents_of,
+    take,
+    take_plainly,
+    texts_written,
+)
 from canzona_compile.replica.external_counters import Counter
-from canzona_compile.replica.homes import advice
 from canzona_compile.replica.raised import blamed, first_line
-from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import step_plainly
 
@@ -95,21 +100,13 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
         UnsupportedOptimizer: its step breaks the contract, or fails in miniature.
         CanzonaError: it fails because groups lack hyperparameters.
     """
-    try:
-        return rehearsed(optimizer, names or default_names(optimizer))
-    except UnsupportedOptimizer as refused:
-        if not (hint := advice(optimizer)):
-            raise
-        hint = f"{hint}; {refused.hint or ''}".rstrip("; ")
-        raise UnsupportedOptimizer(refused.problem, at=refused.at, hint=hint) from refused
-
-
-def rehearsed(optimizer: Optimizer, names: NamesByGroup) -> Habits:
-    """Do what `rehearse` does, for an optimizer that holds no others."""
     numbers = [len(group["params"]) for group in optimizer.param_groups]
-    if not any(numbers) or device_of(optimizer).type == "meta":  # there is nothing to step, or it has no values
+    meta = (p.device.type == "meta" for group in optimizer.param_groups for p in group["params"])
+    if not any(numbers) or any(meta):  # there is nothing to step, or it has no values
         return Habits()
-    cast = scenarios(numbers)
+    names, cast = names or default_names(optimizer), scenarios(numbers)
+    if takes_foreach(optimizer):
+        cast = [replace(scenario, foreach=True) for scenario in cast]
     try:
         found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
     except CannotBegin as first:
@@ -195,10 +192,9 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
         CannotBegin: the plain optimizer's first step fails.
         UnsupportedOptimizer: parameters stepped separately do not give what they give together.
     """
-    for one in scenario.easier(takes_foreach(optimizer)):
+    for one in scenario.easier():
         plain = together(optimizer, one)
-        with seeded(device_of(optimizer)):
-            apart = take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
+        apart = take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
         if not difference(plain, apart):
             break
     else:
@@ -225,10 +221,8 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
         UnsupportedOptimizer: the step writes something outside of the optimizer, or a text, or returns something, or
             it asks where a DTensor lies.
     """
-    with seeded(device_of(optimizer)) as dice:
-        found = read_later(lambda one: take(optimizer, one, Plainly()), scenario)
-    found.drew = dice.drew_random
-    kind = plain_class(optimizer).__name__
+    found = take_plainly(optimizer, scenario)
+    kind = found.kind
     if found.error is not None and not found.after:
         raise CannotBegin(f"{first_line(found.error)}{blamed(found.error)}") from found.error
     if found.uses_cache:
@@ -259,12 +253,6 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     return found
 
 
-def device_of(optimizer: Optimizer) -> torch.device:
-    """The device of the first parameter."""
-    device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    return device
-
-
 def takes_foreach(optimizer: Optimizer) -> bool:
     """Tell whether an optimizer has an option `foreach`, in its groups or as an attribute."""
     return hasattr(optimizer, "foreach") or any("foreach" in group for group in optimizer.param_groups)
@@ -289,8 +277,7 @@ class WithClosure(Plainly):
         begun: what it held before its step.
     """
 
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
+    def __init__(self) -> None:
         self.calls: list[Contents] = []
         self.begun: Contents = {}
 
@@ -301,6 +288,7 @@ class WithClosure(Plainly):
             self.calls.append(contents_of(self.small))
             return self.loss
 
+        self.loss = torch.tensor(2.5, device=self.small.params[0].device)
         self.begun = contents_of(self.small)
         return step_plainly(self.small.optimizer, closure=closure)
 
@@ -314,13 +302,10 @@ def closure_problem(optimizer: Optimizer) -> str:
     if "closure" not in inspect.signature(plain_step(plain_class(optimizer))).parameters:
         return ""
     chosen = scenarios([len(group["params"]) for group in optimizer.param_groups])[0].chosen
-    stepping = WithClosure(torch.tensor(2.5, device=device_of(optimizer)))
+    stepping = WithClosure()
 
-    def taken(way: Plainly) -> RehearsedSteps:
-        with seeded(device_of(optimizer)):
-            return take(optimizer, Scenario(chosen, 1), way)
-
-    alone, found = taken(Plainly()), taken(stepping)
+    once = Scenario(chosen, 1)
+    alone, found = take(optimizer, once, Plainly()), take(optimizer, once, stepping)
     if found.error is not None:
         return f"it raises {first_line(found.error)}"
     if len(stepping.calls) != 1:

@@ -24,6 +24,7 @@ class Scenario:
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
         loops: whether steps do without `foreach`.
         in_place: whether every gradient is written over the one before.
+        foreach: whether the optimizer has an option `foreach`, so that steps may do without it.
         stateful: whether parameters begin with small copies of the state that they have now.
     """
 
@@ -33,6 +34,7 @@ class Scenario:
     scales: Mapping[int, float] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
     frozen: int | None = None
+    foreach: bool = False
     stateful: bool = False
     loops: bool = False
     in_place: bool = False
@@ -47,15 +49,11 @@ class Scenario:
         """The number of parameters that take part."""
         return sum(map(len, self.chosen))
 
-    def easier(self, foreach: bool) -> list[Scenario]:
-        """This scenario, then the same without what a step may ask for: frozen parameters, missing gradients.
-
-        Args:
-            foreach: whether the optimizer has an option `foreach`. Then all of them come once more without it.
-        """
+    def easier(self) -> list[Scenario]:
+        """This scenario, then without what a step may ask for: frozen parameters, missing gradients, `foreach`."""
         thawed = replace(self, frozen=None)
         found = [self, thawed, replace(self, missing={}), replace(thawed, missing={})]
-        return [*found, *(replace(one, loops=True) for one in found)] if foreach else found
+        return [*found, *(replace(one, loops=True) for one in found)] if self.foreach else found
 
 
 def scenarios(numbers: Sequence[int]) -> list[Scenario]:
@@ -77,6 +75,11 @@ def scenarios(numbers: Sequence[int]) -> list[Scenario]:
     return [
         Scenario(many, 8, {1: 0, 2: last}, {4: 1e4, 5: 0.0, 7: nan}, {3: 0.5}, frozen=5),
         Scenario(
-            few, LONG, {5: 0, 9: 1}, {15: 1e6, 16: 1e-6, LONG - 1: nan}, {20: 0.01, 30: 1e-9, 31: 1e11}, surges=surges
+            few,
+            LONG,
+            {5: 0, 9: 1},
+            {15: 1e6, 16: 1e-6, LONG - 1: nan},
+            {20: 0.01, 30: 1e-9, 31: 1e11},
+            surges=surges,
         ),
     ]

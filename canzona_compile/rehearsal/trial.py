@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import NoCollectives
+from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, Label, Snapshot, bits_of, changed
 from canzona_compile.replica.twin import as_written, step_plainly
 
@@ -60,6 +61,7 @@ class RehearsedSteps:
     """What steps did.
 
     Attributes:
+        kind: the name of the class of the optimizer.
         first: what the optimizer held before the first step.
         after: by step, everything that the optimizer held after it.
         counters: what they counted outside of the state of parameters.
@@ -75,6 +77,7 @@ class RehearsedSteps:
         error: what ended the run early; None if it took all steps.
     """
 
+    kind: str = ""
     first: Contents = field(default_factory=dict)
     after: list[Contents] = field(default_factory=list)
     counters: set[Counter] = field(default_factory=set)
@@ -91,25 +94,31 @@ class RehearsedSteps:
 
 
 def take(optimizer: Optimizer, scenario: Scenario, stepping: Plainly) -> RehearsedSteps:
-    """Take the steps of a scenario on a miniature of an optimizer. What lies outside is as before then."""
-    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
-        stepping.begin(small)
-        found = run(small, scenario, stepping)
-        found.outside = outside.changed()
+    """Take the steps of a scenario on a miniature of an optimizer. What lies outside is as before then.
+
+    Random numbers are the same each time.
+    """
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    with seeded(device) as dice:
+        small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
+        with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
+            stepping.begin(small)
+            found = run(small, scenario, stepping)
+            found.outside = outside.changed()
+    found.kind, found.drew = type(small.optimizer).__name__, dice.drew_random
     found.uses_cache = outside.calls_problem or small.calls.problem
     found.reads_variables = outside.reads_variables
     return found
 
 
-def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -> RehearsedSteps:
-    """Take steps, and leave only those aliases of gradients that later steps read.
+def take_plainly(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
+    """Take plain steps, and leave only those aliases of gradients that later steps read.
 
     They read none if all is the same once every gradient is written over the one before.
     """
-    found = take(scenario)
+    found = take(optimizer, scenario, Plainly())
     if found.aliases:
-        again = take(replace(scenario, in_place=True)).after
+        again = take(optimizer, replace(scenario, in_place=True), Plainly()).after
         if len(again) == len(found.after) and not any(map(changed, found.after, again)):
             found.aliases.clear()
     return found
@@ -121,7 +130,7 @@ def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSte
     Raises:
         UnsupportedOptimizer: a step of ordinary gradients does not end.
     """
-    found, lines = RehearsedSteps(contents_of(small)), Lines()
+    found, lines = RehearsedSteps(first=contents_of(small)), Lines()
     gradients = Gradients(small, scenario)
     for number in range(scenario.steps):
         interrupted_here()

@@ -5,7 +5,7 @@ What it means that something changed, by where it lies. "Follow" means that the 
 Between steps, with who looks:
 
     value of a group           twin.signature     float: follow, and capture again at zero; else capture again
-    number that steps count    nobody             the step writes it; with one object per matrix each has its own
+    number that steps count    nobody             the step writes it
     number on self             AttributeWatch     follow
     other plain value on self  AttributeWatch     follow and rehearse again, three times at most
     inside of self's values    AttributeWatch     number: follow; else rehearse again; with own objects refuse
@@ -17,8 +17,5 @@ During a step, as rehearsals and captures find out:
 
     number beside the state    step_alone         it counts steps; anything but a number is refused
     global, closure, class     Outside            refuse, and put back; generators of Python and numpy as well
-    torch's generators         randomness.Dice    each matrix gets an object of its own
-    self and groups, coupled   eager.publish      every rank is shown plain values; others are refused
-    more than an own object
-    kept when it was planned   own_object, late   refuse when state is saved
+    torch's generators         randomness.Dice    the owner of a matrix draws, with a warning
 """

@@ -54,22 +54,20 @@ class Miniature:
     """
 
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
-        real = [p for group in optimizer.param_groups for p in group["params"]]
-        sizes = self.sizes_of(p.shape for p in real)
+        own, odd, groups = copied_attributes(optimizer), odd_state(optimizer), list(map(hypers, optimizer.param_groups))
         self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
-        copies = Copies()
-        copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
-        own = copied_attributes(optimizer)
-        groups, on_params = list(map(hypers, optimizer.param_groups)), [public(vars(p)) for p in real]
-        odd = odd_state(optimizer)
+        real = [p for group in optimizer.param_groups for p in group["params"]]
+        sizes, on_params = self.sizes_of(p.shape for p in real), [public(vars(p)) for p in real]
         if not stateful and not may_lead_to_tensors([own, groups, on_params, odd]):
             real = [optimizer.param_groups[g]["params"][i] for g, places in enumerate(chosen) for i in places]
         with self.making():
             small_of = {id(p): small(p, sizes) for p in real}
-            for param in real:
-                copies.put(param, small_of[id(param)])
-            for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
-                copies.put(tensor, blank(tensor, sizes))
+            large = [*large_tensors(own), *(t for p in real for t in tensors_on(p))]
+            blanks = [(tensor, blank(tensor, sizes)) for tensor in large]
+        copies = Copies()
+        copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
+        for original, made in (*((p, small_of[id(p)]) for p in real), *blanks):
+            copies.put(original, made)
         copy_closures([own, *groups, *on_params, odd, *map(optimizer.state.get, real)], copies)
         for param in real:
             vars(small_of[id(param)]).update(copies.of(public(vars(param))))
@@ -86,12 +84,12 @@ class Miniature:
             if group["params"] and not places:
                 continue  # code may take it for granted that a group has parameters
             params = [small_of[id(group["params"][i])] for i in places]
-            made = {k: distinct(v, g, scaled) for k, v in copies.of(hypers(group)).items()}
+            hypers_of_group = {k: distinct(v, g, scaled) for k, v in copies.of(groups[g]).items()}
             if group.get("param_names"):
-                made["param_names"] = [group["param_names"][i] for i in places]
+                hypers_of_group["param_names"] = [group["param_names"][i] for i in places]
             if loops:
-                made["foreach"] = vars(self.optimizer)["foreach"] = False
-            self.optimizer.param_groups.append({**made, "params": params})
+                hypers_of_group["foreach"] = vars(self.optimizer)["foreach"] = False
+            self.optimizer.param_groups.append({**hypers_of_group, "params": params})
             self.params += params
             self.group_of += [len(self.optimizer.param_groups) - 1] * len(params)
         state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd))
@@ -183,9 +181,9 @@ def small_state(state: Mapping[str, Any], sizes: Mapping[int, int], copies: Copi
     return made
 
 
-def large_tensors(optimizer: Optimizer) -> list[Tensor]:
+def large_tensors(attributes: Mapping[str, Any]) -> list[Tensor]:
     """The large tensors and the DTensors that an optimizer holds in its attributes, also in modules."""
-    leaves = pytree.tree_leaves(copied_attributes(optimizer))
+    leaves = pytree.tree_leaves(attributes)
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     inside = [t for m in modules for t in (*m.parameters(), *m.buffers())]
     found = [t for t in (*leaves, *inside) if isinstance(t, Tensor)]
