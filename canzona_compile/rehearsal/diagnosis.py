@@ -107,9 +107,11 @@ def refusal(
             return UnsupportedOptimizer(
                 f"{kind}.step {company.value}{detail}", at=at, hint=f"{broken(line)}; {object_per_matrix(optimizer)}"
             )
-    written = f", and it changes {some(beside)}" if beside else ""
+    first, last = whole.after[0], whole.after[-1]
+    moving = sorted({f"self.{name}" for p, v in last.items() if v != first.get(p) and (name := attribute_of(p))})
+    written = f", and it changes {some(beside or moving)}" if beside or moving else ""
     hint = f"{broken(2)}; {TOGETHER}"
-    if beside or kept:  # it may break line 3 or 4 only
+    if beside or moving or kept:  # it may break line 3 or 4 only
         hint += f"; {object_per_matrix(optimizer)}"
     if any(isinstance(leaf, Module) for leaf in pytree.tree_leaves(vars(optimizer))):
         hint += "; to change weights of modules after the step, use a hook as in examples/qk_clip.py"
