@@ -57,7 +57,8 @@ def add_run_arguments(parser: ArgumentParser) -> None:
 
 def run_arguments(given: Namespace) -> dict[str, Any]:
     """What `add_run_arguments` added, as arguments of `verify` and `profile`."""
-    options = {name: value for name in OPTIONS if (value := getattr(given, name)) is not None}
+    # No argument is a function, as `one_per_matrix` is.
+    options = {name: value for name in OPTIONS if (value := getattr(given, name, None)) is not None}
     return {name: getattr(given, name) for name in ("ranks", "layout", "seed", "limit")} | {"options": options}
 
 
