@@ -1,7 +1,7 @@
 """The figures of a plan: for people (rich prints them) and for machines (`to_json`).
 
-`make_report` computes all figures from a step but those that `measure()` found. It counts the FLOPs of the graphs that
-run; it counts symmetric products in full, and no padding. `report.prediction` simulates the step.
+`figures_of` computes what the reports of runs and offline plans have in common, from a step. It counts the FLOPs of the
+graphs that run; it counts symmetric products in full, and no padding.
 """
 
 from __future__ import annotations
@@ -30,22 +30,20 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.machine.hardware import hardware_of
-from canzona_compile.report.measured import measured_report
+from canzona_compile.report.measured import measured_report, predict
 from canzona_compile.report.page import PageModel
-from canzona_compile.report.prediction import predict
 from canzona_compile.report.printable import Printable
 from canzona_compile.report.run_page import run_page
 from canzona_compile.report.schema import (
     BucketReport,
     DataParallelReport,
     Facts,
-    Figures,
     GridReport,
     GroupReport,
     LoadReport,
     LocalTask,
     RunFigures,
-    SimulatedSpan,
+    RunReport,
     TaskReport,
     TemplateReport,
     WireReport,
@@ -58,8 +56,8 @@ __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
 SCHEMA = 1
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Report(Figures, Printable):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Report(RunReport, Printable):
     """The figures of a plan. Print it, show it in a notebook, or save its `to_json()`."""
 
     def to_json(self) -> str:
@@ -90,37 +88,46 @@ def make_report(step: Step, facts: Facts) -> Report:
     """
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to report")
-    placed = {p.name: p for p in step.placed}
-    group_of = {name: group.index for group in step.micro_groups for name in group.tasks}
-    groups = tuple(report_group(step, group, placed) for group in step.micro_groups)
-    loads = rank_loads(step, placed, group_of)
-    shared = [t for t in step.tasks if t.layout.grid.size > 1]
-    elements = sum(Box.whole(t.shape).numel for t in shared)
-    sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
-    taken = {t.placed for t in step.tasks}
     measured = measured_report(facts.measurement, step)
     alone = measured is not None and measured.predicted_seconds is None
     prediction = None if alone else predict(step, hardware_of(step.machine))
     return Report(
         **{field.name: getattr(facts, field.name) for field in fields(RunFigures)},
-        optimizer=step.optimizer,
+        **figures_of(step, step),
         machine=step.machine,
-        depth=step.depth,
-        collectives_per_step=sum(g.collectives for g in groups),
-        wire_bytes_per_element=sent / elements if elements else 0.0,
-        imbalance=imbalance(loads),
         predicted_seconds=None if prediction is None else prediction.seconds,
-        templates=tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
-        micro_groups=groups,
-        tasks=tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
-        loads=loads,
-        schedule=tuple(
-            SimulatedSpan(s.rank, s.stream, s.act, s.group, s.start, s.end)
-            for s in ([] if prediction is None else prediction.spans)
-        ),
-        data_parallel=data_parallel_report(step.buckets),
+        schedule=() if prediction is None else prediction.spans,
         measured=measured,
     )
+
+
+def figures_of(step: Step, owned: Step) -> dict[str, Any]:
+    """The fields of `Figures` but the measured ones.
+
+    Args:
+        step: at least SCHEDULED.
+        owned: the same step with the tasks of all ranks: under ZeRO-1 a scheduled step has those of one replica.
+    """
+    placed = {p.name: p for p in step.placed}
+    group_of = {name: group.index for group in step.micro_groups for name in group.tasks}
+    groups = tuple(report_group(step, group, placed) for group in step.micro_groups)
+    loads = rank_loads(owned, {p.name: p for p in owned.placed}, group_of)
+    shared = [t for t in step.tasks if t.layout.grid.size > 1]
+    elements = sum(Box.whole(t.shape).numel for t in shared)
+    sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
+    taken = {t.placed for t in step.tasks}
+    return {
+        "optimizer": step.optimizer,
+        "depth": step.depth,
+        "collectives_per_step": sum(g.collectives for g in groups),
+        "wire_bytes_per_element": sent / elements if elements else 0.0,
+        "imbalance": imbalance(loads),
+        "templates": tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
+        "micro_groups": groups,
+        "tasks": tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
+        "loads": loads,
+        "data_parallel": data_parallel_report(step.buckets),
+    }
 
 
 def headline(report: Report) -> str:

@@ -19,7 +19,9 @@ def markdown(page: PageModel) -> str:
         Markdown, with a line break at the end.
     """
     title = [f"## {page.title}"] if page.title else []
-    return "\n\n".join([*title, *blocks(page.body)]) + "\n"
+    figures = [f"- **{text_of(own.value)}** {own.name.replace(chr(10), ' ')}" for own in page.figures]
+    head = [*title, "\n".join(figures), *page.remarks]
+    return "\n\n".join([*filter(None, head), *blocks(page.body)]) + "\n"
 
 
 def blocks(body: Iterable[Block]) -> Iterator[str]:
@@ -39,7 +41,7 @@ def blocks(body: Iterable[Block]) -> Iterator[str]:
 
 def marked(said: Said) -> str:
     """Write a text with its look."""
-    mark = "" if isinstance(said, str) else MARKS.get(said.style, "")
+    mark = "" if isinstance(said, str) or not said.text else MARKS.get(said.style, "")
     return f"{mark}{text_of(said)}{mark}"
 
 

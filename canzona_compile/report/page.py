@@ -1,7 +1,7 @@
 """A page as plain data: sections of notes, lists, tables and charts.
 
-Nothing here knows what a page is about, or how it is shown. `run_page` and `tools.planning.plan_page`
-build pages; `terminal`, `markdown` and `html` render them.
+Nothing here knows what a page is about, or how it is shown. `run_page` and `tools.planning.plan_page` build pages;
+`terminal`, `markdown` and `html` render them.
 """
 
 from __future__ import annotations

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.options import Options
+from canzona_compile.ir.step import Step, Task
+from canzona_compile.ownership.jobs import Job, loads, makespan
+from canzona_compile.ownership.lpt import LptSwap
 from canzona_compile.report.schema import BufferMemory, Facts, LocalTask, ProfileReport
-from canzona_compile.report.suggestions import suggestions
+from canzona_compile.report.units import format_flops, plural
 from canzona_compile.session.measuring import both_measured
+from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram
 from canzona_compile.session.session import Session
 
@@ -84,3 +92,68 @@ def eager_cuts(program: BoundProgram) -> list[str]:
         f"Elementwise work of {name} runs operator by operator, without a kernel: {why}."
         for name, why in program.step.program.eager.items()
     ]
+
+
+def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:
+    """List, in sentences, what the user could change so that ranks share work that each of them repeats now."""
+    if not (dist.is_available() and dist.is_initialized()) or options.replicate is not None:
+        return ()
+    return (*plain_copies(plan), *copies_along_a_dim(plan))
+
+
+def plain_copies(plan: Plan) -> list[str]:
+    """Suggest to share plain tensors, as under DistributedDataParallel."""
+    alone = [t for t in plan.owned.tasks if t.layout.grid.size == 1 and t.layout.placements == "local"]
+    if not alone or dist.get_world_size() == 1:
+        return []
+    return [
+        f"{len(alone)} matrices are plain tensors, computed on their rank alone. If ranks hold equal "
+        "copies of them (DDP), wrap(..., replicate=group) shares the work."
+    ]
+
+
+def copies_along_a_dim(plan: Plan) -> list[str]:
+    """Suggest to share matrices that lie on all mesh dims but one, where that makes the busiest rank's load smaller.
+
+    Under FSDP2 on tensor parallelism these are the weights that the latter does not cut: the ranks of its dim hold
+    equal copies, of which DTensors do not tell.
+    """
+    step = plan.owned
+    meshes = {t.name: p.device_mesh for t in step.tasks if isinstance(p := plan.bound[t.name].param, DTensor)}
+    whole = max(meshes.values(), key=lambda mesh: mesh.ndim, default=None)
+    if whole is None or not whole.mesh_dim_names:
+        return []
+    found: dict[str, list[Task]] = defaultdict(list)
+    for task in step.tasks:
+        own = meshes[task.name].mesh_dim_names or () if task.name in meshes else ()
+        lacking = [name for name in whole.mesh_dim_names if name not in own]
+        if own and len(lacking) == 1 and set(task.layout.grid.members()) < set(whole.mesh.flatten().tolist()):
+            found[lacking[0]].append(task)
+    sentences = []
+    for dim, tasks in found.items():
+        now, shared = busiest(step, tasks[0].layout.grid), busiest_of(step, whole.size())
+        if shared < now:
+            count = plural(len(tasks), "matrix lies", "matrices lie")
+            sentences.append(
+                f"{count} on no mesh dim {dim!r}, so that its ranks repeat each other's work. If they hold equal "
+                f"copies, wrap(..., replicate=mesh[{dim!r}]) shares it: the busiest rank computes "
+                f"{format_flops(shared)} then instead of {format_flops(now)}."
+            )
+    return sentences
+
+
+def busiest(step: Step, grid: Grid) -> int:
+    """The FLOPs of the busiest rank of a grid, by the plan."""
+    total = dict.fromkeys(grid.members(), 0)
+    for task in step.tasks:
+        for rank in task.ranks:
+            if rank in total:
+                total[rank] += step.placed_of(task).flops
+    return max(total.values())
+
+
+def busiest_of(step: Step, ranks: int) -> float:
+    """The FLOPs of the busiest of so many ranks, if they share all matrices that have an owner."""
+    jobs = [Job(t.name, t.index, step.placed_of(t).flops, 1) for t in step.tasks if t.owner is not None]
+    every = sum(step.placed_of(task).flops for task in step.tasks if task.owner is None)
+    return every + makespan(loads(jobs, LptSwap()(jobs, 1, ranks, {}), 1, ranks))

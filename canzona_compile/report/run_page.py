@@ -3,60 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-
-import torch
 
 from canzona_compile.errors import some
 from canzona_compile.machine.hardware import hardware_of
 from canzona_compile.report.page import (
     Block,
-    Cell,
     Figure,
-    Lane,
-    Listing,
     PageModel,
     PageTable,
     Section,
     Timeline,
     Words,
     note,
-    rows_of,
 )
-from canzona_compile.report.schema import Figures, GridReport, ProfileReport, TaskReport, TemplateReport
+from canzona_compile.report.schema import ProfileReport, RunReport
 from canzona_compile.report.sections import (
-    MOST_ROWS,
+    bucket_section,
     bullets,
+    cost_section,
     event,
-    formula_text,
     group_section,
+    lanes,
     load_section,
     measured_remark,
     measured_section,
     names_by_reason,
     rates_label,
     rates_text,
+    task_section,
 )
 from canzona_compile.report.units import (
     format_bytes,
-    format_dtype,
-    format_flops,
     format_seconds,
     format_shape,
     plural,
 )
-from canzona_compile.simulation.figures import COMPUTE, STREAMS
+from canzona_compile.simulation.figures import COMPUTE
 
 LEVELS = "▁▂▃▄▅▆▇█"  # from little to all
 MOST_LEVELS = 40  # letters
 UNEVEN = 1.5  # times the mean: the load of a rank that the others wait for
 
 
-def run_page(report: Figures) -> PageModel:
+def run_page(report: RunReport) -> PageModel:
     """Build the page of a report, from the figures of a run."""
     alone = [(f"{one.name} {format_shape(one.shape)}", one.why) for one in report.local]
-    where = [(grid_name(g.grid), len(g.tasks)) for g in report.micro_groups]
     owners = len({t.owner for t in report.tasks if t.strategy == "owner"})
     everywhere = "all" if any(t.owner is None for t in report.tasks) else "-"
     groups = len(report.micro_groups)
@@ -82,14 +74,10 @@ def run_page(report: Figures) -> PageModel:
             Section("Schedule", tuple(schedule(report)), simulated_rank(report)),
             profile_section(report.profile, timed=report.predicted_seconds is not None),
             Section("Memory", bullets(memory_sentences(report)), "in addition to parameters, gradients and state"),
-            Section(
-                "Buckets",
-                tuple(buckets(report)),
-                "reduced together; what each data-parallel rank owns",
-            ),
-            group_section(report.micro_groups, where),
-            Section("Tasks", tuple(tasks(report)), "the matrices that each rank updates, largest first"),
-            Section("Cost", tuple(costs(report)), "FLOPs of one m x n matrix, and the bytes sent for it"),
+            bucket_section(report.data_parallel),
+            group_section(report.micro_groups),
+            task_section(report.tasks),
+            cost_section(report.templates),
             Section(
                 "Without communication",
                 tuple(by_reason(alone, "parameter")),
@@ -106,7 +94,7 @@ def run_page(report: Figures) -> PageModel:
     )
 
 
-def remarks(report: Figures) -> Iterator[str]:
+def remarks(report: RunReport) -> Iterator[str]:
     """Say how long a step takes, and how the plan was made and runs."""
     machine = report.machine
     yield measured_remark(report.measured) or (
@@ -122,7 +110,7 @@ def remarks(report: Figures) -> Iterator[str]:
         yield report.execution
 
 
-def next_step(report: Figures) -> str:
+def next_step(report: RunReport) -> str:
     """Say what a reader of the report can do next: the first of these that applies."""
     if report.fallbacks:
         return "canzona_compile.explain(optimizer) shows the line of the optimizer's code that keeps a matrix eager."
@@ -133,27 +121,19 @@ def next_step(report: Figures) -> str:
     return "optimizer.canzona.plan() is this plan; save its to_json() for wrap(..., plan=) to follow."
 
 
-def simulated_rank(report: Figures) -> str:
+def simulated_rank(report: RunReport) -> str:
     """Say whose schedule is drawn."""
     ranks = {span.rank for span in report.schedule}
     return f"simulated: when rank {', '.join(map(str, ranks))}, which computes most, is busy"
 
 
-def schedule(report: Figures) -> Iterator[Block]:
+def schedule(report: RunReport) -> Iterator[Block]:
     """Draw when the processor and the links of the busiest rank are busy. Draw nothing if it sends nothing."""
     spans = report.schedule
     if all(span.stream == COMPUTE for span in spans):
         return
-    lanes = {
-        stream: tuple(event(s.act, stream, s.micro_group, s.start, s.end) for s in spans if s.stream == stream)
-        for stream in STREAMS
-    }
-    yield Timeline(
-        "What the rank that computes most does when",
-        max(span.end for span in spans),
-        tuple(Lane("", stream, events) for stream, events in lanes.items() if events),
-        "micro-group",
-    )
+    title = "What the rank that computes most does when"
+    yield Timeline(title, max(span.end for span in spans), tuple(lanes("", spans, event)), "micro-group")
     hardware = hardware_of(report.machine)
     if not hardware.overlap:
         yield note("communication uses the cores that compute, so nothing overlaps", "dim")
@@ -190,7 +170,7 @@ def worst_text(steps: Sequence[float], timed: bool) -> str:
     return f"worst {f'{format_seconds(worst)}, ' * timed}{worst / mean if mean else 1:.2f} times the mean"
 
 
-def memory_sentences(report: Figures) -> Sequence[str]:
+def memory_sentences(report: RunReport) -> Sequence[str]:
     """Say which buffers a step has, and what bounds them; nothing on CPU, where memory is not scarce."""
     if report.machine.device != "cuda":
         return ()
@@ -207,130 +187,6 @@ def memory_sentences(report: Figures) -> Sequence[str]:
         ),
     )
     return [f"{format_bytes(size)} {words}" for size, words in sentences if size]
-
-
-def buckets(report: Figures) -> Iterator[Block]:
-    """Show what each bucket holds and how even its shards are; nothing without ZeRO-1."""
-    if (own := report.data_parallel) is None:
-        return
-    rows = []
-    for row in own.buckets[:MOST_ROWS]:
-        dtype: torch.dtype = getattr(torch, row.dtype)
-        size, *ends = (n * dtype.itemsize for n in (row.elements, min(row.shards), max(row.shards)))
-        padding = f"{row.padding / max(1, row.elements):.1%}"
-        rows.append((row.index, row.dtype, row.parameters, size, padding, "equal" if row.uniform else "uneven", *ends))
-    headers = ("#:n", "dtype", "parameters:n", "size:B", "padding:>", "shards", "shortest:B", "longest:B")
-    yield PageTable(headers, tuple(rows), "Buckets")
-    if hidden := own.buckets[MOST_ROWS:]:
-        yield note(f"and {len(hidden)} more", "dim")
-    elements, padding_of_all = (sum(getattr(b, what) for b in own.buckets) for what in ("elements", "padding"))
-    yield note(
-        f"each of {plural(own.owners, 'owner')} sends {format_bytes(own.backward_bytes)} in backward, "
-        f"{own.step_bytes} B in the step, {format_bytes(own.forward_bytes)} after it; "
-        f"padding {padding_of_all / max(1, elements):.1%}"
-    )
-
-
-def grid_name(grid: GridReport) -> str:
-    """Name a grid by its replicas x shards and their ranks: "2x4: 0-7"."""
-    return f"{grid.replicas}x{grid.shards}: {spans([r for row in grid.ranks for r in row])}"
-
-
-def spans(ranks: Sequence[int], most: int = 2) -> str:
-    """Write ranks as spans, "0-3,8"; those after the first few spans are counted."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][-1] + 1:
-            found[-1].append(rank)
-        else:
-            found.append([rank])
-    texts = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in found]
-    more = sum(map(len, found[most:]))
-    return ",".join(texts[:most]) + (f",+{more}" if more else "")
-
-
-def tasks(report: Figures) -> Iterator[Block]:
-    """List the matrices, and below them why they have their strategies."""
-    counts = Counter((task.strategy, task.reason) for task in report.tasks)
-    labels = {
-        (strategy, reason): f"{strategy} {mark(i)}" if len(counts) > 1 else strategy
-        for i, (strategy, reason) in enumerate(counts)
-    }
-    rows: list[tuple[Cell, ...]] = []
-    for shown, hidden in by_owner(report.tasks):
-        for i, task in enumerate(shown):
-            owner = "" if i else "every rank" if task.owner is None else f"rank {task.owner}"
-            label = labels[task.strategy, task.reason]
-            shape = format_shape(task.shape)
-            rows.append((Words(owner, "bold"), task.name, shape, task.micro_group, task.flops, label))
-        if hidden:
-            flops = format_flops(sum(task.flops for task in hidden))
-            rows.append(("", Words(f"  and {len(hidden)} more, {flops}", "dim")))
-    if rows:
-        headers = ("owner", "matrix", "shape:>", "micro-group:n", "FLOPs:FLOP", "strategy")
-        yield PageTable(headers, tuple(rows), "Tasks", names=1)
-    for (strategy, reason), count in counts.items():
-        yield note(f"{labels[strategy, reason]} ({count}): {reason or 'no reason given'}", "dim")
-
-
-def by_owner(tasks: Sequence[TaskReport]) -> Iterator[tuple[Sequence[TaskReport], Sequence[TaskReport]]]:
-    """Group matrices by owner, largest first, in about MOST_ROWS rows.
-
-    Yields:
-        For each owner, the matrices to show and those to sum up. Without room for two rows per owner, this yields each
-        of the largest matrices alone, then the rest.
-    """
-    order = sorted(tasks, key=lambda task: -task.flops)
-    owned: dict[int, list[TaskReport]] = defaultdict(list)
-    for task in order:
-        owned[-1 if task.owner is None else task.owner].append(task)
-    if len(tasks) <= MOST_ROWS:
-        yield from ((found, ()) for _, found in sorted(owned.items()))
-    elif 2 * len(owned) > MOST_ROWS:
-        yield from (([task], ()) for task in order[:MOST_ROWS])
-        yield (), order[MOST_ROWS:]
-    else:
-        most = MOST_ROWS // len(owned) - 1
-        for _, found in sorted(owned.items()):
-            shown = len(found) if len(found) == most + 1 else most  # summing up takes a row, too
-            yield found[:shown], found[shown:]
-
-
-def mark(i: int) -> str:
-    """Number things by letters: a, b, ..., z, a2, ..."""
-    return chr(ord("a") + i % 26) + (str(i // 26 + 1) if i >= 26 else "")
-
-
-def costs(report: Figures) -> Iterator[Block]:
-    """List each template that has matrices, and the formulas that templates share."""
-    found = [t for t in report.templates if t.tasks]
-    if not found:
-        return
-    formulas = list(dict.fromkeys(map(formula, found)))
-    letters = [Words(mark(formulas.index(formula(t))), "bold") for t in found]
-    rows = rows_of(found, "name", "tasks", "flops")
-    moved = [(wires(t, "gather"), wires(t, "scatter")) for t in found]
-    headers = ("", "template", "matrices:n", "FLOPs each:FLOP", "gather", "scatter")
-    cells = tuple((letter, *row, *own) for letter, row, own in zip(letters, rows, moved, strict=True))
-    yield PageTable(headers, cells, "Templates", names=1)
-    yield Listing(tuple((Words(f"{mark(i)} =", "bold"), Words(own, "formula")) for i, own in enumerate(formulas)))
-    homes = names_by_reason((t.name, ", ".join(t.resident)) for t in found if t.resident)
-    for state, names in homes.items():
-        yield note(f"state that only the owner keeps: {state} of {some(names)}", "dim")
-
-
-def formula(template: TemplateReport) -> str:
-    """Write a template's FLOPs as "10 m^3 + 20 m^2 n", or say that there is no graph to count."""
-    if template.interpreted:
-        return f"eager, elements counted: {template.interpreted}"
-    return formula_text(template.formula)
-
-
-def wires(template: TemplateReport, direction: str) -> str:
-    """Name the values of one matrix that travel in a direction, and their sizes: "bf16 8 KiB"."""
-    found = [wire for wire in template.wires if wire.direction == direction]
-    dtypes = dict.fromkeys(format_dtype(wire.dtype) for wire in found)
-    return f"{'+'.join(dtypes)} {format_bytes(sum(wire.bytes for wire in found))}" if found else "-"
 
 
 def by_reason(pairs: Iterable[tuple[str, str]], one: str, many: str = "") -> Iterator[Block]:

@@ -1,4 +1,4 @@
-"""The figures of a plan: plain data, no logic. `report.build` fills them in, `report.terminal` renders them."""
+"""The figures of a plan, of a run or made offline: plain data, no logic. `report.build` fills them in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from canzona_compile.ir.layout import Shape
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.session.measuring import Measurement
+from canzona_compile.simulation.figures import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,25 +247,6 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedSpan:
-    """What keeps one stream of a rank busy in the simulated step, in seconds from its begin.
-
-    Attributes:
-        rank: the global rank.
-        stream: "compute", or the links to ranks of the "node" or of the "network".
-        act: "prepare", "compute", "gather", ...
-        micro_group: its index.
-    """
-
-    rank: int
-    stream: str
-    act: str
-    micro_group: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
 class BucketReport:
     """One bucket.
 
@@ -306,9 +288,9 @@ class DataParallelReport:
     forward_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures(RunFigures):
-    """A plan in figures.
+@dataclass(frozen=True, kw_only=True)  # no slots: classes inherit from this one and another
+class Figures:
+    """What a plan decides, in figures: the part that a report of a run and a forecast have in common.
 
     Attributes:
         depth: micro-groups in flight at once.
@@ -319,25 +301,34 @@ class Figures(RunFigures):
             matrix.
         imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if no matrix
             is distributed.
-        predicted_seconds: of the simulated step. Under ZeRO-1 the reductions before it and the gathers after it are
-            included. The machine says which of its rates were measured; the others are assumed. None beside measured
-            steps that have no prediction; there is no schedule then, either.
-        schedule: what the rank that computes most does in the simulated step.
         data_parallel: the buckets of ZeRO-1; None without it.
         measured: what `measure()` found; None if it was not called, or not for this plan.
     """
 
     optimizer: str
-    machine: Machine
     depth: int
     collectives_per_step: int
     wire_bytes_per_element: float
     imbalance: float
-    predicted_seconds: float | None
     templates: tuple[TemplateReport, ...]
     micro_groups: tuple[GroupReport, ...]
     tasks: tuple[TaskReport, ...]
     loads: tuple[LoadReport, ...]
-    schedule: tuple[SimulatedSpan, ...]
     data_parallel: DataParallelReport | None = None
     measured: MeasuredReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport(Figures, RunFigures):
+    """A plan that runs, in figures.
+
+    Attributes:
+        predicted_seconds: of the simulated step. Under ZeRO-1 the reductions before it and the gathers after it are
+            included. The machine says which of its rates were measured; the others are assumed. None beside measured
+            steps that have no prediction; there is no schedule then, either.
+        schedule: what the rank that computes most does in the simulated step.
+    """
+
+    machine: Machine
+    predicted_seconds: float | None
+    schedule: tuple[Span, ...]

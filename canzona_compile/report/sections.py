@@ -1,20 +1,24 @@
-"""Sections that the pages of runs and of plans have in common."""
+"""The sections that the pages of runs and of offline plans have in common."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+import torch
 
+from canzona_compile.errors import some
 from canzona_compile.report.page import (
     Bar,
     Bars,
     Block,
+    Cell,
     Detail,
     Fill,
+    Lane,
     Listing,
     PageTable,
     Section,
@@ -23,8 +27,24 @@ from canzona_compile.report.page import (
     note,
     rows_of,
 )
-from canzona_compile.report.schema import LoadReport, MeasuredReport
-from canzona_compile.report.units import format_bytes, format_seconds, plural
+from canzona_compile.report.schema import (
+    DataParallelReport,
+    GridReport,
+    GroupReport,
+    LoadReport,
+    MeasuredReport,
+    TaskReport,
+    TemplateReport,
+)
+from canzona_compile.report.units import (
+    format_bytes,
+    format_dtype,
+    format_flops,
+    format_seconds,
+    format_shape,
+    plural,
+)
+from canzona_compile.simulation.figures import COMPUTE, STREAMS, Span
 
 MOST_ROWS = 40  # of a table; more are summed up
 CALIBRATE = (
@@ -66,17 +86,15 @@ def load_section(loads: Sequence[LoadReport], *more: Block) -> Section:
     )
 
 
-def group_section(groups: Sequence[object], where: Sequence[tuple[str, int]]) -> Section:
-    """Show what each micro-group moves and computes. The fill in its row is the legend of all charts.
+def group_section(groups: Sequence[GroupReport]) -> Section:
+    """Show what each micro-group moves and computes; a line sums up those after `MOST_ROWS`.
 
-    Args:
-        groups: reports or forecasts of them, in the order of the step. A line sums up those after `MOST_ROWS`.
-        where: for each of them, the ranks that share its tasks, and how many tasks it has.
+    The fill in its row is the legend of all charts.
     """
     sent = rows_of(groups, "gather_bytes", "scatter_bytes", "exchange_bytes")
     rows = tuple(
-        (Fill(index), index, *own, *(size or None for size in sizes), flops)
-        for (index, flops), own, sizes in zip(rows_of(groups, "index", "makespan_flops"), where, sent, strict=True)
+        (Fill(g.index), g.index, grid_name(g.grid), len(g.tasks), *(size or None for size in sizes), g.makespan_flops)
+        for g, sizes in zip(groups, sent, strict=True)
     )
     headers = ("", "#:n", "grid", "matrices:n", "gather:B", "scatter:B", "exchange:B", "busiest owner:FLOP")
     parts: list[Block] = [PageTable(headers, rows[:MOST_ROWS], "Micro-groups")] if rows else []
@@ -87,17 +105,20 @@ def group_section(groups: Sequence[object], where: Sequence[tuple[str, int]]) ->
     return Section("Micro-groups", tuple(parts), "sent together; grid: replicas x shards; bytes of all ranks")
 
 
-def event(act: str, stream: str, number: int, begin: float, end: float) -> TimelineEvent:
-    """Show an act of a rank or a link.
+def lanes(
+    of: str, spans: Sequence[Span], draw: Callable[[Span], TimelineEvent], detail: bool = False
+) -> Iterator[Lane]:
+    """A lane for each stream that is busy."""
+    for stream in STREAMS:
+        if own := tuple(draw(span) for span in spans if span.stream == stream):
+            yield Lane(of, stream, own, detail)
 
-    Args:
-        act: an act of the schedule: "compute", "start gather", "prepare", ...
-        stream: "compute" for the work of a processor, else the name of a link.
-        number: the index of its micro-group.
-        begin, end: seconds from the begin of the step.
-    """
-    word = act.split()[-1]
-    return TimelineEvent(begin, end, "elementwise" if stream == "compute" != word else word, number)
+
+def event(span: Span) -> TimelineEvent:
+    """Show an act of a rank or a link."""
+    word = span.act.split()[-1]
+    kind = "elementwise" if span.stream == COMPUTE != word else word
+    return TimelineEvent(span.start, span.end, kind, span.group)
 
 
 def classes_of(values: Sequence[float], most: int) -> tuple[list[int], list[tuple[float, float]]]:
@@ -121,6 +142,160 @@ def rows_without_overlap(stretches: Sequence[tuple[float, float]]) -> list[int]:
         found[i] = next((row for row, until in enumerate(free) if until <= begin), len(free))
         free[found[i] : found[i] + 1] = [end]
     return found
+
+
+def bucket_section(own: DataParallelReport | None) -> Section:
+    """Show what each bucket holds and how even its shards are; nothing without ZeRO-1."""
+    caption = "reduced together; what each data-parallel rank owns"
+    return Section("Buckets", () if own is None else tuple(buckets(own)), caption)
+
+
+def buckets(own: DataParallelReport) -> Iterator[Block]:
+    rows = []
+    for row in own.buckets[:MOST_ROWS]:
+        dtype: torch.dtype = getattr(torch, row.dtype)
+        size, *ends = (n * dtype.itemsize for n in (row.elements, min(row.shards), max(row.shards)))
+        padding = f"{row.padding / max(1, row.elements):.1%}"
+        rows.append((row.index, row.dtype, row.parameters, size, padding, "equal" if row.uniform else "uneven", *ends))
+    headers = ("#:n", "dtype", "parameters:n", "size:B", "padding:>", "shards", "shortest:B", "longest:B")
+    yield PageTable(headers, tuple(rows), "Buckets")
+    if hidden := own.buckets[MOST_ROWS:]:
+        yield note(f"and {len(hidden)} more", "dim")
+    elements, padding_of_all = (sum(getattr(b, what) for b in own.buckets) for what in ("elements", "padding"))
+    yield note(
+        f"each of {plural(own.owners, 'owner')} sends {format_bytes(own.backward_bytes)} in backward, "
+        f"{own.step_bytes} B in the step, {format_bytes(own.forward_bytes)} after it; "
+        f"padding {padding_of_all / max(1, elements):.1%}"
+    )
+
+
+def grid_name(grid: GridReport) -> str:
+    """Name a grid by its replicas x shards and their ranks: "2x4: 0-7"."""
+    return f"{grid.replicas}x{grid.shards}: {spans([r for row in grid.ranks for r in row])}"
+
+
+def spans(ranks: Sequence[int], most: int = 2) -> str:
+    """Write ranks as spans, "0-3,8"; those after the first few spans are counted."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][-1] + 1:
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    texts = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in found]
+    more = sum(map(len, found[most:]))
+    return ",".join(texts[:most]) + (f",+{more}" if more else "")
+
+
+def task_section(tasks: Sequence[TaskReport]) -> Section:
+    """List the matrices, and below them why they have their strategies; where there is room, all of them to search."""
+    every = tuple(
+        (t.name, format_shape(t.shape), t.strategy, owner_of(t), t.micro_group, t.flops, t.template, t.layout)
+        for t in tasks
+    )
+    headers = ("matrix", "shape:>", "strategy", "owner", "micro-group:n", "FLOPs:FLOP", "template", "layout")
+    table = PageTable(headers, every, "Matrices", search="part of a name, a template, rank 3 ...")
+    folded = Section("Matrices", (table,), plural(len(every), "matrix", "matrices"), folded=True)
+    more = (Detail((folded,)),) if tasks else ()
+    return Section("Tasks", (*task_rows(tasks), *more), "the matrices that each rank updates, largest first")
+
+
+def owner_of(task: TaskReport) -> str:
+    return "every rank" if task.owner is None else f"rank {task.owner}"
+
+
+def task_rows(tasks: Sequence[TaskReport]) -> Iterator[Block]:
+    counts = Counter((task.strategy, task.reason) for task in tasks)
+    labels = {
+        (strategy, reason): f"{strategy} {mark(i)}" if len(counts) > 1 else strategy
+        for i, (strategy, reason) in enumerate(counts)
+    }
+    rows: list[tuple[Cell, ...]] = []
+    for shown, hidden in by_owner(tasks):
+        for i, task in enumerate(shown):
+            owner = "" if i else owner_of(task)
+            label = labels[task.strategy, task.reason]
+            shape = format_shape(task.shape)
+            rows.append((Words(owner, "bold"), task.name, shape, task.micro_group, task.flops, label))
+        if hidden:
+            flops = format_flops(sum(task.flops for task in hidden))
+            rows.append(("", Words(f"  and {len(hidden)} more, {flops}", "dim")))
+    if rows:
+        headers = ("owner", "matrix", "shape:>", "micro-group:n", "FLOPs:FLOP", "strategy")
+        yield PageTable(headers, tuple(rows), "Tasks", names=1)
+    for (strategy, reason), count in counts.items():
+        yield note(f"{labels[strategy, reason]} ({count}): {reason or 'no reason given'}", "dim")
+
+
+def by_owner(tasks: Sequence[TaskReport]) -> Iterator[tuple[Sequence[TaskReport], Sequence[TaskReport]]]:
+    """Group matrices by owner, largest first, in about MOST_ROWS rows.
+
+    Yields:
+        For each owner, the matrices to show and those to sum up. Without room for two rows per owner, this yields each
+        of the largest matrices alone, then the rest.
+    """
+    order = sorted(tasks, key=lambda task: -task.flops)
+    owned: dict[int, list[TaskReport]] = defaultdict(list)
+    for task in order:
+        owned[-1 if task.owner is None else task.owner].append(task)
+    if len(tasks) <= MOST_ROWS:
+        yield from ((found, ()) for _, found in sorted(owned.items()))
+    elif 2 * len(owned) > MOST_ROWS:
+        yield from (([task], ()) for task in order[:MOST_ROWS])
+        yield (), order[MOST_ROWS:]
+    else:
+        most = MOST_ROWS // len(owned) - 1
+        for _, found in sorted(owned.items()):
+            shown = len(found) if len(found) == most + 1 else most  # summing up takes a row, too
+            yield found[:shown], found[shown:]
+
+
+def mark(i: int) -> str:
+    """Number things by letters: a, b, ..., z, a2, ..."""
+    return chr(ord("a") + i % 26) + (str(i // 26 + 1) if i >= 26 else "")
+
+
+def cost_section(found: Sequence[TemplateReport], more: Mapping[str, Sequence[float]] | None = None) -> Section:
+    """List templates, and the formulas that they share.
+
+    Args:
+        found: the templates.
+        more: by the header of a further column, a number for each of them.
+    """
+    if not found:
+        return Section("Cost", ())
+    formulas = list(dict.fromkeys(map(formula, found)))
+    letters = [Words(mark(formulas.index(formula(t))), "bold") for t in found]
+    rows = rows_of(found, "name", "tasks", "flops")
+    moved = [(wires(t, "gather"), wires(t, "scatter")) for t in found]
+    further = more or {}
+    headers = ("", "template", "matrices:n", "FLOPs each:FLOP", "gather", "scatter", *further)
+    every = zip(letters, rows, moved, *further.values(), strict=True)
+    cells = tuple((letter, *row, *own, *numbers) for letter, row, own, *numbers in every)
+    homes = names_by_reason((t.name, ", ".join(t.resident)) for t in found if t.resident)
+    return Section(
+        "Cost",
+        (
+            PageTable(headers, cells, "Templates", names=1),
+            Listing(tuple((Words(f"{mark(i)} =", "bold"), Words(own, "formula")) for i, own in enumerate(formulas))),
+            *(note(f"state that only the owner keeps: {own} of {some(names)}", "dim") for own, names in homes.items()),
+        ),
+        "FLOPs of one m x n matrix, and the bytes sent for it",
+    )
+
+
+def formula(template: TemplateReport) -> str:
+    """Write a template's FLOPs as "10 m^3 + 20 m^2 n", or say that there is no graph to count."""
+    if template.interpreted:
+        return f"eager, elements counted: {template.interpreted}"
+    return formula_text(template.formula)
+
+
+def wires(template: TemplateReport, direction: str) -> str:
+    """Name the values of one matrix that travel in a direction, and their sizes: "bf16 8 KiB"."""
+    found = [wire for wire in template.wires if wire.direction == direction]
+    dtypes = dict.fromkeys(format_dtype(wire.dtype) for wire in found)
+    return f"{'+'.join(dtypes)} {format_bytes(sum(wire.bytes for wire in found))}" if found else "-"
 
 
 # -- measured steps ----------------------------------------------------------------------------

@@ -11,14 +11,7 @@ SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def format_flops(flops: float) -> str:
-    """Format a number of floating point operations.
-
-    Args:
-        flops: operations.
-
-    Returns:
-        Two decimals and a decimal prefix: "1.23 GFLOP".
-    """
+    """Two decimals and a decimal prefix: "1.23 GFLOP"."""
     size, prefix = prefixed(flops)
     return f"{flops / size:.{2 if prefix else 0}f} {prefix}FLOP"
 
@@ -35,40 +28,19 @@ def prefixed(value: float) -> tuple[float, str]:
 
 
 def format_bytes(count: float) -> str:
-    """Format an amount of memory.
-
-    Args:
-        count: bytes.
-
-    Returns:
-        Four digits and a binary prefix: "1.5 MiB".
-    """
+    """Four digits and a binary prefix: "1.5 MiB"."""
     power = min(len(BYTE_UNITS) - 1, int(math.log(count, 1024))) if count >= 1 else 0
     return f"{count / 1024**power:.4g} {BYTE_UNITS[power]}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration.
-
-    Args:
-        seconds: from nanoseconds up.
-
-    Returns:
-        Three digits and a unit: "4.9 ms".
-    """
+    """Three digits and a unit, from nanoseconds up: "4.9 ms"."""
     size, unit = next((unit for unit in SECOND_UNITS if seconds >= unit[0]), SECOND_UNITS[-1])
     return f"{seconds / size:.3g} {unit}"
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Format a bandwidth.
-
-    Args:
-        bytes_per_second: of memory or of a link.
-
-    Returns:
-        Decimal gigabytes, as data sheets count them: "350 GB/s".
-    """
+    """Decimal gigabytes, as data sheets count them: "350 GB/s"."""
     return f"{bytes_per_second / 1e9:g} GB/s"
 
 
@@ -88,14 +60,5 @@ def format_dtype(dtype: str) -> str:
 
 
 def plural(count: int, one: str, many: str = "") -> str:
-    """Name a count of things.
-
-    Args:
-        count: how many there are.
-        one: the noun in the singular.
-        many: its plural; `one` with an s if empty.
-
-    Returns:
-        "1 rank", "2 ranks".
-    """
+    """ "1 rank", "2 ranks": `many` is `one` with an s unless it is given."""
     return f"{count} {one if count == 1 else many or one + 's'}"

@@ -27,7 +27,6 @@ def test_the_best_plan_takes_30_ms_and_is_balanced_otherwise() -> None:
     best = planned(numerics="fast").forecast
     assert best.simulation.seconds <= 0.030
     assert {t.strategy for t in best.tasks} == {"owner"}  # owners iterate on Gram matrices, which a run does as well
-    assert {s.runs for t in best.templates for s in t.strategies} == {True}
     whole = planned(strategy="owner").forecast
     assert whole.imbalance <= 1.10
     assert whole.simulation.seconds > best.simulation.seconds

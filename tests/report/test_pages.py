@@ -123,6 +123,8 @@ def test_names_that_are_too_long_lack_what_all_share() -> None:
 def test_markdown() -> None:
     assert markdown(PAGE) == (
         "## [/red]<b>a|b\n\n"
+        "- **4.9 ms** step time\n- **2** ranks\n\n"
+        "a remark\n\n"
         "### First\n\n"
         "plain, **bold** and `3f9a`\n\n"
         "- a sentence\n"

@@ -27,7 +27,7 @@ from canzona_compile.passes import (
     Schedule,
 )
 from canzona_compile.report.build import wire_bytes
-from canzona_compile.report.prediction import predict
+from canzona_compile.report.measured import predict
 from canzona_compile.simulation.simulate import simulate, teams
 from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
 from tests.harness.marks import also, crossed

@@ -15,7 +15,7 @@ from canzona_compile.ir.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
 from canzona_compile.report.measured import read_measured
 from canzona_compile.tools.output import check_output, show, write
-from canzona_compile.tools.planning.passes import TOKENS, Updates
+from canzona_compile.tools.planning.lowered import TOKENS, Updates
 from canzona_compile.tools.planning.plan import plan
 from canzona_compile.tools.planning.result import check_installed
 from canzona_compile.tools.planning.weights import (

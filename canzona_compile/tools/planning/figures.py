@@ -1,13 +1,12 @@
-"""The figures of a plan made offline, as plain data. `forecast` fills them in; tables and pages show them."""
+"""The figures of a plan made offline that no run has, as plain data. `forecast` fills them in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from canzona_compile.machine.hardware import Hardware
-from canzona_compile.report.schema import LoadReport, MeasuredReport
+from canzona_compile.report.schema import Figures
 from canzona_compile.simulation.figures import Simulation, Span
-from canzona_compile.tools.planning.period import PeriodForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,6 @@ class StrategyForecast:
         seconds: predicted for all of them.
         compute, gather, scatter: the parts of `seconds`, which do not overlap.
         chosen: whether the plan takes it for at least one of the matrices.
-        runs: whether the runtime executes it; true for all strategies.
         note: how ranks share the work.
     """
 
@@ -29,61 +27,22 @@ class StrategyForecast:
     gather: float
     scatter: float
     chosen: bool
-    runs: bool
     note: str
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateForecast:
-    """Matrices of one template.
+class TemplateCost:
+    """What one matrix of a template costs its owner.
 
     Attributes:
-        flops, memory, wire: sympy expressions for one matrix of m x n: FLOPs of the graph that its owner runs, bytes
-            that this graph reads and writes in memory, bytes that cross to and from the owner.
-        flops_value, memory_value, wire_value: their values.
-        seconds: predicted for one matrix on its owner.
+        memory_bytes: that the owner's graph reads and writes.
+        seconds: predicted.
+        strategies: what all matrices of the template take.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    tasks: int
-    flops: str
-    memory: str
-    wire: str
-    flops_value: int
-    memory_value: int
-    wire_value: int
+    memory_bytes: int
     seconds: float
-    resident: tuple[str, ...]
     strategies: tuple[StrategyForecast, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TaskForecast:
-    """One matrix; `owner` is a global rank, None if every rank computes it."""
-
-    name: str
-    shape: tuple[int, ...]
-    template: str
-    layout: str
-    strategy: str
-    owner: int | None
-    group: int
-    flops: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupForecast:
-    """A micro-group; bytes are those that ranks send to other ranks."""
-
-    index: int
-    replicas: int
-    shards: int
-    tasks: int
-    gather_bytes: int
-    scatter_bytes: int
-    exchange_bytes: int
-    makespan_flops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +71,11 @@ class Zero1Forecast:
     """The buckets of a plan for ZeRO-1, and an iteration with them.
 
     Attributes:
-        buckets, uniform: how many there are, and how many of them have shards of equal length.
-        elements, padding: of all buckets on one rank, without padding, and what padding adds.
-        padding_share: padding over elements.
+        padding_share: elements of all buckets on one rank that are padding, over those that are not.
         makespan: FLOPs of the busiest rank in a step.
         phases: backward, step and forward.
     """
 
-    buckets: int
-    uniform: int
-    elements: int
-    padding: int
     padding_share: float
     makespan: int
     phases: tuple[PhaseForecast, ...]
@@ -136,6 +89,21 @@ class Zero1Forecast:
     def exposed(self) -> float:
         """Seconds that communication adds to an iteration."""
         return sum(phase.exposed for phase in self.phases)
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodForecast:
+    """The predicted seconds of the steps of a period.
+
+    Attributes:
+        seconds: step by step. A common period that is longer than `stagger.LONGEST` is cut off there.
+        mean: of all of them.
+        worst: of the heaviest step.
+    """
+
+    seconds: tuple[float, ...]
+    mean: float
+    worst: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +171,8 @@ class LocalForecast:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+@dataclass(frozen=True, kw_only=True)
+class Forecast(Figures):
     """A plan made offline.
 
     Attributes:
@@ -212,35 +180,27 @@ class Forecast:
         matrices, elements: how many are distributed. Each rank updates the `elementwise` parameters by itself.
         mesh: size of each dim, in order.
         options: the options of the request, by name, as text.
+        costs: of each template, in their order.
         zero1: the buckets and what happens before and after the step; None unless updates are "zero1".
         period: the seconds of the steps of a period; None if every step does the same. All other figures are those of
             the heaviest step.
         assumptions: what the predictions assume beside the rates, in words.
         local: the parameters that each rank updates by itself; None if the optimizer is no chain.
-        measured: what a run measured, to be shown beside; None if nothing was given.
     """
 
     fingerprint: str
     model: str
-    optimizer: str
     matrices: int
     elements: int
     elementwise: int
     mesh: tuple[tuple[str, int], ...]
     hardware: Hardware
     options: tuple[tuple[str, str], ...]
-    imbalance: float
-    depth: int
-    collectives: int
-    templates: tuple[TemplateForecast, ...]
-    tasks: tuple[TaskForecast, ...]
-    groups: tuple[GroupForecast, ...]
-    loads: tuple[LoadReport, ...]
+    costs: tuple[TemplateCost, ...]
     memory: MemoryForecast
     simulation: Simulation
     alternatives: tuple[Alternative, ...]
     assumptions: tuple[str, ...]
     zero1: Zero1Forecast | None = None
     period: PeriodForecast | None = None
-    measured: MeasuredReport | None = None
     local: LocalForecast | None = None

@@ -11,36 +11,36 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import sympy
-
-from canzona_compile.analysis.flops import dim_symbols, flops_of, symbolic_bytes
-from canzona_compile.analysis.roofline import PlacedTime, placed_time
-from canzona_compile.analysis.step_time import load_of
+from canzona_compile.analysis.flops import flops_of, symbolic_bytes
+from canzona_compile.analysis.roofline import PlacedTime, exchange_seconds, placed_time
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
-from canzona_compile.ir.step import Phase, Placed, Step, Task
+from canzona_compile.ir.step import Placed, Step, Strategy, Task
+from canzona_compile.ir.variant_period import VariantPeriod
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.passes import relowering_passes
-from canzona_compile.report.build import imbalance, rank_loads
+from canzona_compile.passes.stagger import LONGEST
+from canzona_compile.report.build import figures_of, imbalance, rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_seconds, plural
+from canzona_compile.session.plan import taking
 from canzona_compile.simulation.figures import Simulation
 from canzona_compile.simulation.simulate import matrices_by_rank, simulate
 from canzona_compile.tools.planning.figures import (
     Alternative,
     Forecast,
-    GroupForecast,
     MemoryForecast,
+    PeriodForecast,
     PhaseForecast,
-    TaskForecast,
-    TemplateForecast,
+    StrategyForecast,
+    TemplateCost,
     Zero1Forecast,
 )
 from canzona_compile.tools.planning.local import state_leaves
-from canzona_compile.tools.planning.lowered import LoweredPlan
-from canzona_compile.tools.planning.passes import Request, passes_around
-from canzona_compile.tools.planning.strategies import strategies
+from canzona_compile.tools.planning.lowered import LoweredPlan, Request, passes_around
 
+Templates = tuple[str, ...]  # of all tasks with a period, in their order
 ABOUT = {
     "alpha": "cuts of the buffer balanced by elements (Canzona's algorithm 1)",
     "lpt": "largest first, to replicas and then to ranks within",
@@ -71,11 +71,8 @@ def forecast(
     hardware, step = request.hardware, made.scheduled
     say("simulating the step")
     simulation = simulate(step, hardware, shown=() if request.rank is None else (request.rank,))
+    figures = figures_of(step, made.owned)
     placed = {p.name: p for p in step.placed}
-    group_of = {name: group.index for group in step.micro_groups for name in group.tasks}
-    loads = loads_of(made)
-    used = {t.placed for t in step.tasks}
-    times = {name: placed_time(p, hardware) for name, p in placed.items() if name in used}
     name = name_of(request.options, request) if any(t.owner is not None for t in step.tasks) else "replicated"
     chosen = replace(alternative(name, made, request, simulation), about="this plan", chosen=True)
     alternatives = [chosen]
@@ -85,26 +82,21 @@ def forecast(
             other = make()
             alternatives.append(alternative(name, other, request, simulate(other.scheduled, hardware)))
     return Forecast(
+        **figures,
         fingerprint=digest,
         model=request.model.name,
-        optimizer=step.optimizer,
         matrices=len(step.tasks),
         elements=sum(math.prod(t.shape) for t in step.tasks),
         elementwise=len(made.owned.elementwise),
         mesh=request.mesh.dims,
         hardware=hardware,
         options=option_texts(request),
-        imbalance=chosen.imbalance,
-        depth=step.depth,
-        collectives=sum(len(group.exchanges) for group in step.micro_groups),
-        templates=tuple(
-            template_forecast(p, [made.owned.task(t.name) for t in step.tasks if t.placed == p.name], times, request)
-            for p in step.placed
-            if p.name in times
+        costs=tuple(
+            template_cost(
+                placed[one.name], [made.owned.task(t.name) for t in step.tasks if t.placed == one.name], request
+            )
+            for one in figures["templates"]
         ),
-        tasks=tuple(task_forecast(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
-        groups=group_forecasts(step, simulation, placed),
-        loads=loads,
         memory=memory_forecast(step, request, simulation),
         simulation=simulation,
         alternatives=tuple(alternatives),
@@ -159,7 +151,6 @@ def zero1_forecast(
         request: what the user asked for.
         shown: whether to keep the spans of the passes.
     """
-    elements, padding = sum(b.elements for b in buckets), sum(b.padding for b in buckets)
     ranks = len(buckets[0].ranks)
     # Every rank sends all shards but its own, in every data-parallel group.
     sent = sum(b.starts[-1] * b.dtype.itemsize for b in buckets) * (ranks - 1) * (request.mesh.ranks // ranks)
@@ -171,80 +162,19 @@ def zero1_forecast(
         for name, own in (("backward", backward), ("forward", forward))
     ]
     return Zero1Forecast(
-        buckets=len(buckets),
-        uniform=sum(b.uniform for b in buckets),
-        elements=elements,
-        padding=padding,
-        padding_share=padding / elements,
+        padding_share=sum(b.padding for b in buckets) / sum(b.elements for b in buckets),
         makespan=max((load.flops for load in loads), default=0),
         phases=(around[0], step, around[1]),
     )
 
 
-def template_forecast(
-    placed: Placed, tasks: Sequence[Task], times: Mapping[str, PlacedTime], request: Request
-) -> TemplateForecast:
-    memory, time = symbolic_bytes(placed.compute, placed.template), times[placed.name]
-    return TemplateForecast(
-        name=placed.name,
-        shape=placed.template.shape,
-        tasks=len(tasks),
-        flops=str(placed.cost),
-        memory=str(memory),
-        wire=str(wire_formula(placed)),
-        flops_value=placed.flops,
-        memory_value=flops_of(memory, placed.template.shape),
-        wire_value=time.gathered + time.scattered,
-        seconds=time.compute.total(request.hardware),
-        resident=placed.resident,
-        strategies=strategies(time, tasks, request.hardware, request.zero1),
+def template_cost(placed: Placed, tasks: Sequence[Task], request: Request) -> TemplateCost:
+    time = placed_time(placed, request.hardware)
+    return TemplateCost(
+        flops_of(symbolic_bytes(placed.compute, placed.template), placed.template.shape),
+        time.compute.total(request.hardware),
+        strategies(time, tasks, request.hardware, request.zero1),
     )
-
-
-def wire_formula(placed: Placed) -> sympy.Expr:
-    """Write the bytes to and from the owner, as a formula in the dims of the matrix where a wire has these dims."""
-    symbols = dict(zip(placed.template.shape, dim_symbols(len(placed.template.shape)), strict=True))
-    total: sympy.Expr = sympy.Integer(0)
-    for wire in (*placed.gather, *placed.scatter):
-        total += wire.itemsize * sympy.Mul(*(symbols.get(n, sympy.Integer(n)) for n in wire.shape))
-    return sympy.expand(total)
-
-
-def task_forecast(task: Task, placed: Placed, group: int) -> TaskForecast:
-    grid = task.layout.grid
-    return TaskForecast(
-        name=task.name,
-        shape=task.shape,
-        template=task.placed,
-        layout=f"{task.layout.placements} on {grid.replicas}x{grid.shards}",
-        strategy=str(task.strategy),
-        owner=None if task.owner is None else task.ranks[0],
-        group=group,
-        flops=placed.flops,
-    )
-
-
-def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Placed]) -> tuple[GroupForecast, ...]:
-    sent: dict[tuple[int, str], int] = defaultdict(int)
-    for index, phase, count in simulation.sent:
-        sent[index, phase] += count
-    found = []
-    for group in step.micro_groups:
-        tasks = [step.task(name) for name in group.tasks]
-        grid = tasks[0].layout.grid
-        found.append(
-            GroupForecast(
-                group.index,
-                grid.replicas,
-                grid.shards,
-                len(tasks),
-                sent[group.index, str(Phase.GATHER)],
-                sent[group.index, str(Phase.SCATTER)],
-                sent[group.index, str(Phase.EXCHANGE)],
-                round(load_of(tasks, grid, placed).compute_flops),
-            )
-        )
-    return tuple(found)
 
 
 def memory_forecast(step: Step, request: Request, simulation: Simulation) -> MemoryForecast:
@@ -325,3 +255,71 @@ def assumptions(request: Request, step: Step) -> tuple[str, ...]:
     if request.hardware.assumed:
         found.append(f"rates are assumed, not measured: {', '.join(request.hardware.assumed)}")
     return tuple(found)
+
+
+def strategies(
+    time: PlacedTime, tasks: Sequence[Task], hardware: Hardware, zero1: bool
+) -> tuple[StrategyForecast, ...]:
+    """Predict every strategy for tasks that share a cut and a grid.
+
+    Args:
+        time: the predicted time of the cut for one whole matrix.
+        tasks: at least one.
+        hardware: the rates.
+        zero1: whether replicas leave the exchange of updates to the next forward pass.
+
+    Returns:
+        A forecast for each strategy, in seconds for all of the tasks: every matrix has one owner, and no rank owns more
+        than its even share, rounded up; or every rank gathers and computes every matrix.
+    """
+    grid, count, compute = tasks[0].layout.grid, len(tasks), time.compute.total(hardware)
+    most = math.ceil(count / grid.size)
+
+    def transfer(busiest: float) -> float:
+        """Seconds of an exchange within a replica whose busiest rank moves this many bytes."""
+        return exchange_seconds(hardware.link(grid.ranks[0]), busiest, grid.shards) if grid.shards > 1 else 0.0
+
+    scatter = transfer(most * time.scattered)
+    if grid.replicas > 1 and not zero1:
+        between = hardware.link(tuple(row[0] for row in grid.ranks))
+        received = count * time.scattered / grid.shards * (1 - 1 / grid.replicas)
+        scatter += received / between.bandwidth + between.latency
+    share = "one rank" if grid.size == 1 else f"{most} on the busiest of {grid.size} ranks"
+    taken = {task.strategy for task in tasks}
+    return tuple(
+        StrategyForecast(str(strategy), sum(parts), *parts, strategy in taken, note)
+        for strategy, parts, note in (
+            (Strategy.OWNER, (most * compute, transfer(most * time.gathered), scatter), share),
+            (Strategy.REPLICATED, (count * compute, transfer(count * time.gathered), 0.0), "every rank computes all"),
+        )
+    )
+
+
+def period_forecast(
+    owned: Step, periods: Mapping[str, VariantPeriod], seconds_of: Callable[[Step], float]
+) -> PeriodForecast | None:
+    """Predict the steps of a period.
+
+    Args:
+        owned: the step with owners, in which every task has its heaviest variant.
+        periods: by task, how its code continues from step to step.
+        seconds_of: predicts an owned step.
+
+    Returns:
+        The prediction; None if every step does the same.
+    """
+    periodic = {t.name: periods[t.name] for t in owned.tasks if t.name in periods and periods[t.name].periodic}
+    if not periodic:
+        return None
+    horizon = min(LONGEST, math.lcm(*(len(own.period) for own in periodic.values())))
+    steps = [
+        tuple(own.period[(number - own.start) % len(own.period)] for own in periodic.values())
+        for number in range(horizon)
+    ]
+    groups = {task.name: task.param_group for task in owned.tasks}
+    known: dict[Templates, float] = {}
+    for templates in dict.fromkeys(steps):
+        assignment = [(template, groups[name], [name]) for name, template in zip(periodic, templates, strict=True)]
+        known[templates] = seconds_of(taking(owned, assignment))
+    seconds = tuple(known[templates] for templates in steps)
+    return PeriodForecast(seconds, sum(seconds) / len(seconds), max(seconds))

@@ -23,14 +23,12 @@ from canzona_compile.ir.step import Step
 from canzona_compile.machine.hardware import Hardware, Machine, named_hardware
 from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
-from canzona_compile.tools.planning.forecast import forecast
+from canzona_compile.tools.planning.forecast import forecast, period_forecast
 from canzona_compile.tools.planning.held import dealt, held_by, hidden_names, model_of_chain, with_held
 from canzona_compile.tools.planning.local import local_forecast
-from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
+from canzona_compile.tools.planning.lowered import TOKENS, LoweredPlan, Lowering, Request, Updates, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
-from canzona_compile.tools.planning.passes import TOKENS, Request, Updates
-from canzona_compile.tools.planning.period import period_forecast
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 

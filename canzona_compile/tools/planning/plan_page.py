@@ -1,8 +1,10 @@
-"""The pages of a plan made offline: all of its figures, and the few to paste into a document."""
+"""The page of a plan made offline."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from canzona_compile.machine.hardware import Curve, Hardware, Link
 from canzona_compile.report.page import (
@@ -12,21 +14,28 @@ from canzona_compile.report.page import (
     Cell,
     Detail,
     Figure,
+    Lane,
     Listing,
     PageModel,
     PageTable,
     Paragraph,
     Section,
+    Timeline,
+    TimelineEvent,
     Words,
     note,
     rows_of,
 )
 from canzona_compile.report.sections import (
+    bucket_section,
     bullets,
-    formula_text,
+    cost_section,
+    event,
     group_section,
+    lanes,
     load_section,
     measured_section,
+    task_section,
 )
 from canzona_compile.report.units import (
     format_bandwidth,
@@ -34,11 +43,13 @@ from canzona_compile.report.units import (
     format_count,
     format_flops,
     format_seconds,
-    format_shape,
     plural,
 )
-from canzona_compile.tools.planning.figures import Alternative, Forecast, TemplateForecast, Zero1Forecast
-from canzona_compile.tools.planning.plan_timelines import MOST_RANKS, buckets_text, iteration, phases, timelines, times
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, Span
+from canzona_compile.tools.planning.figures import Alternative, Forecast, Zero1Forecast
+
+MOST_RANKS = 4  # whose lanes are drawn where there is little room
+STREAM_WORDS = {COMPUTE: "processor", NODE: "links within the node", NETWORK: "links to other nodes"}
 
 
 def plan_page(forecast: Forecast) -> PageModel:
@@ -49,7 +60,7 @@ def plan_page(forecast: Forecast) -> PageModel:
     some_ranks = "; the busiest and the idlest rank" if len(simulation.shown) > MOST_RANKS else ""
     return PageModel(
         kind="canzona plan",
-        title=headline(forecast, " "),
+        title=f"{forecast.optimizer}, {forecast.model} on {' '.join(f'{n}={size}' for n, size in forecast.mesh)}",
         about=f"No step was run. Times are predicted, from {len(hardware.measured)} measured and "
         f"{plural(len(hardware.assumed), 'assumed rate')} of the machine {hardware.name}. A run that makes the same "
         "plan has the same fingerprint.",
@@ -66,8 +77,8 @@ def plan_page(forecast: Forecast) -> PageModel:
             ("fingerprint", forecast.fingerprint),
             ("machine", f"{hardware.device}, {hardware.backend}, {plural(hardware.ranks_per_node, 'rank')} a node"),
             ("rates", hardware.digest),
-            ("micro-groups", f"{len(forecast.groups)}, {forecast.depth} in flight"),
-            ("collectives", f"{forecast.collectives} a step"),
+            ("micro-groups", f"{len(forecast.micro_groups)}, {forecast.depth} in flight"),
+            ("collectives", f"{forecast.collectives_per_step} a step"),
             ("elementwise", plural(forecast.elementwise, "parameter")),
             *((name.replace("_", " "), with_unit(name, value)) for name, value in forecast.options),
         ),
@@ -83,18 +94,21 @@ def plan_page(forecast: Forecast) -> PageModel:
             Section("Timeline", tuple(timelines(forecast)), f"simulated{some_ranks}"),
             Section(
                 "Strategies",
-                tuple(strategies(t, i > 0) for i, t in enumerate(forecast.templates)),
+                tuple(strategies(forecast)),
                 "time for these matrices, with nothing else on their ranks",
             ),
-            Section(
-                "Cost",
-                tuple(map(cost, forecast.templates)),
-                "of one m x n matrix: FLOPs, bytes in memory, bytes sent",
+            bucket_section(forecast.data_parallel),
+            group_section(forecast.micro_groups),
+            task_section(forecast.tasks),
+            cost_section(
+                forecast.templates,
+                {
+                    "time each:s": [own.seconds for own in forecast.costs],
+                    "memory:B": [own.memory_bytes for own in forecast.costs],
+                },
             ),
-            group_section(forecast.groups, [(f"{g.replicas}x{g.shards}", g.tasks) for g in forecast.groups]),
             Section("Memory", tuple(memory(forecast)), "bytes on the rank that needs most"),
             Section("Without communication", tuple(alone(forecast)), "parameters that each rank updates by itself"),
-            Detail((matrices(forecast),)),
             Section("Rates", tuple(rates(hardware)), f"of {hardware.name}"),
             Section("Assumptions", (*bullets(forecast.assumptions), Detail(bullets([overlap_text(hardware)])))),
             Section("What to do next", (note(next_step(hardware)),)),
@@ -125,11 +139,6 @@ def alone(forecast: Forecast) -> Iterator[Paragraph]:
         f"on the rank with most: {format_count(own.most)} elements, state {format_bytes(own.state)}, "
         f"{format_seconds(own.seconds)} after the matrices, which the predicted step leaves out"
     )
-
-
-def headline(forecast: Forecast, between: str) -> str:
-    mesh = between.join(f"{name}={size}" for name, size in forecast.mesh)
-    return f"{forecast.optimizer}, {forecast.model} on {mesh}"
 
 
 def figures(forecast: Forecast) -> Iterator[Figure]:
@@ -165,35 +174,36 @@ def alternatives(forecast: Forecast) -> Iterator[Block]:
     found = forecast.alternatives
     if len(found) < 2:
         return
-    yield zero1_plans(found) if forecast.zero1 else plans(forecast)
+    yield plans(forecast)
     computes = [(own, own.seconds - min(own.exposed, own.seconds)) for own in found]
-    yield Detail(
-        (
-            *([plans(forecast)] if forecast.zero1 else []),
-            Bars(
-                "The step of each plan",
-                "s",
-                (("computes, or waits for other ranks", "compute"), ("exposed on the busiest rank", "gather")),
-                tuple(Bar(o.name, (c, o.seconds - c), (), o.chosen) for o, c in computes),
-            ),
-        )
+    drawn = Bars(
+        "The step of each plan",
+        "s",
+        (("computes, or waits for other ranks", "compute"), ("exposed on the busiest rank", "gather")),
+        tuple(Bar(o.name, (c, o.seconds - c), (), o.chosen) for o, c in computes),
     )
+    yield Detail((drawn,))
 
 
 def plans(forecast: Forecast) -> PageTable:
-    """A row per plan."""
+    """A row per plan; under ZeRO-1 with what its buckets send in an iteration."""
     found = forecast.alternatives
     base = next((own.seconds for own in found if own.chosen), 0.0)
-    rows = tuple(
-        (
-            *(Words(own.name, about=own.about), Words(format_seconds(own.seconds), about=against(own, base))),
-            *(own.imbalance, own.exposed or None, own.sent, own.peak, own.groups),
-        )
-        for own in found
+    rows = []
+    for own in found:
+        told: tuple[Cell, ...] = (own.sent, own.exposed or None, own.peak, own.groups)
+        if forecast.zero1 is not None:
+            told = (*(None,) * 4, own.peak)
+            if (zero1 := own.zero1) is not None:
+                told = (zero1.makespan, f"{zero1.padding_share:.2%}", zero1.sent, zero1.exposed, own.peak)
+        step = Words(format_seconds(own.seconds), about=against(own, base))
+        rows.append((Words(own.name, about=own.about), step, own.imbalance, *told))
+    step_name = "step:s" if forecast.period is None else "heaviest step:s"
+    more = ("sent:B", "exposed:s", "buffers:B", "micro-groups:n")
+    headers = ("busiest:FLOP", "padding:>", *more[:3]) if forecast.zero1 else more
+    return PageTable(
+        ("plan", step_name, "vs mean:n", *headers), tuple(rows), "Plans", chosen=tuple(own.chosen for own in found)
     )
-    step = "step:s" if forecast.period is None else "heaviest step:s"
-    headers = ("plan", step, "vs mean:n", "exposed:s", "sent:B", "buffers:B", "micro-groups:n")
-    return PageTable(headers, rows, "Plans", chosen=tuple(own.chosen for own in found))
 
 
 def against(plan: Alternative, base: float) -> str:
@@ -203,73 +213,29 @@ def against(plan: Alternative, base: float) -> str:
     return f"{plan.seconds / base:.3g} times" if plan.seconds > 3 * base else f"{plan.seconds / base - 1:+.0%}"
 
 
-def zero1_plans(found: Sequence[Alternative]) -> PageTable:
-    """A row per plan, with what its buckets send in an iteration."""
-    rows = []
-    for own in found:
-        told: tuple[Cell, ...] = (None,) * 4
-        if (zero1 := own.zero1) is not None:
-            told = (zero1.makespan, f"{zero1.padding_share:.2%}", zero1.sent, zero1.exposed)
-        rows.append((Words(own.name, about=own.about), own.seconds, own.imbalance, *told, own.peak))
-    quantities = ("step:s", "vs mean:n", "busiest:FLOP", "padding:>", "sent:B", "exposed:s", "buffers:B")
-    return PageTable(
-        ("plan", *quantities), tuple(rows), "Plans with buckets", chosen=tuple(own.chosen for own in found)
-    )
+# -- strategies --------------------------------------------------------------------------------
 
 
-# -- matrices ----------------------------------------------------------------------------------
-
-
-def strategies(template: TemplateForecast, bare: bool) -> Section:
-    """Compare the strategies that the matrices of a template can have."""
-    found = template.strategies
-    parts = rows_of(found, "seconds", "compute", "gather", "scatter")
-    rows = tuple((own.name, *(part or None for part in row), own.note) for own, row in zip(found, parts, strict=True))
-    table = PageTable(
-        ("strategy", "time:s", "compute:s", "gather:s", "scatter:s", "why:~"),
-        rows,
-        f"Strategies of {template.name}",
-        chosen=tuple(own.chosen for own in found),
-        least=(1, 11, 7, 7, 7, 7, 16),
-        bare=bare,
-    )
-    drawn = Bars(
-        f"What each strategy takes for {template.name}",
-        "s",
-        (("computes", "compute"), ("gathers", "gather"), ("scatters", "scatter")),
-        tuple(Bar(own.name, (own.compute, own.gather, own.scatter), (), own.chosen) for own in found),
-    )
-    return Section(f"{template.name}: {plural(template.tasks, 'matrix', 'matrices')}", (table, Detail((drawn,))))
-
-
-def cost(template: TemplateForecast) -> Section:
-    """Write the cost of one matrix of a template, as formulas and as numbers."""
-    count = plural(template.tasks, "matrix", "matrices")
-    title = f"{template.name}: {count} of {format_shape(template.shape)}, {format_seconds(template.seconds)} each"
-    rows = tuple(
-        (what, Words(f"{formula_text(formula)} = {value}", "formula"))
-        for what, formula, value in (
-            ("FLOPs", template.flops, format_flops(template.flops_value)),
-            ("memory", template.memory, format_bytes(template.memory_value)),
-            ("wire", template.wire, format_bytes(template.wire_value)),
+def strategies(forecast: Forecast) -> Iterator[Section]:
+    """Compare the strategies that the matrices of each template can have."""
+    for template, cost in zip(forecast.templates, forecast.costs, strict=True):
+        found = cost.strategies
+        parts = rows_of(found, "seconds", "compute", "gather", "scatter")
+        table = PageTable(
+            ("strategy", "time:s", "compute:s", "gather:s", "scatter:s", "why:~"),
+            tuple((own.name, *(n or None for n in row), own.note) for own, row in zip(found, parts, strict=True)),
+            f"Strategies of {template.name}",
+            chosen=tuple(own.chosen for own in found),
+            least=(1, 11, 7, 7, 7, 7, 16),
+            bare=template is not forecast.templates[0],
         )
-    )
-    resident = [Detail((note(f"{', '.join(template.resident)} on the owner only"),))] if template.resident else []
-    return Section(title, (Listing(rows, indent=2), *resident))
-
-
-def matrices(forecast: Forecast) -> Section:
-    """List all matrices."""
-    rows = tuple(
-        (
-            *(t.name, format_shape(t.shape), t.strategy, "every rank" if t.owner is None else f"rank {t.owner}"),
-            *(f"micro-group {t.group}", t.flops, t.template, t.layout),
+        drawn = Bars(
+            f"What each strategy takes for {template.name}",
+            "s",
+            (("computes", "compute"), ("gathers", "gather"), ("scatters", "scatter")),
+            tuple(Bar(own.name, row[1:], (), own.chosen) for own, row in zip(found, parts, strict=True)),
         )
-        for t in forecast.tasks
-    )
-    headers = ("matrix", "shape:>", "strategy", "owner", "micro-group", "FLOPs:FLOP", "template", "layout")
-    table = PageTable(headers, rows, "Matrices", search="part of a name, a template, rank 3 ...")
-    return Section("Matrices", (table,), plural(len(rows), "matrix", "matrices"), folded=True)
+        yield Section(f"{template.name}: {plural(template.tasks, 'matrix', 'matrices')}", (table, Detail((drawn,))))
 
 
 # -- memory and rates --------------------------------------------------------------------------
@@ -350,45 +316,76 @@ def overlap_text(hardware: Hardware) -> str:
     return "transfers use the processors that compute, so nothing overlaps"
 
 
-# -- the few figures to paste into a document --------------------------------------------------
+# -- when what happens --------------------------------------------------------------------------
 
 
-def brief_page(forecast: Forecast) -> PageModel:
-    """Build a page of a headline, tables of plans and templates, and the assumptions."""
-    return PageModel(tuple(brief(forecast)), title=headline(forecast, ", "))
+def iteration(zero1: Zero1Forecast) -> Iterator[Block]:
+    """List the phases of an iteration, and draw what one rank does in the passes of the model."""
+    headers = ("phase", "time:s", "exposed:s", "data-parallel traffic:B", "collectives:n")
+    rows = tuple((own.name, own.seconds, own.exposed or None, own.sent, own.collectives) for own in zero1.phases)
+    yield PageTable(headers, rows, "Phases")
+    for phase in zero1.phases:
+        if phase.spans and phase.seconds:
+            # A pass computes, between copies.
+            acts = [replace(s, act=COMPUTE) if s.act == phase.name else s for s in phase.spans]
+            drawn = tuple(lanes(phase.name, acts, event))
+            yield Timeline(f"What a rank does in {phase.name}", phase.seconds, drawn, "micro-group")
 
 
-def brief(forecast: Forecast) -> Iterator[Block]:
-    exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
-    machine, step = f" on {forecast.hardware.name}", format_seconds(forecast.simulation.seconds)
-    headline: tuple[str | Words, ...] = ("Predicted step ", Words(step, "bold"), machine)
-    if (period := forecast.period) is not None:
-        mean = Words(format_seconds(period.mean), "bold")
-        words = f"{machine}. All other figures are those of the heaviest step."
-        yield Paragraph((f"Predicted mean of {len(period.seconds)} steps ", mean, words))
-        headline = ("Heaviest step ", Words(format_seconds(period.worst), "bold"))
-    yield Paragraph(
-        (
-            *headline,
-            f", of which {format_seconds(exposed)} are exposed communication; {forecast.matrices} matrices, "
-            f"the busiest rank computes {forecast.imbalance:.2f}x the mean, "
-            f"buffers {format_bytes(forecast.memory.buffers)}, plan ",
-            Words(forecast.fingerprint[:12], "code"),
-            ".",
-        )
+def times(forecast: Forecast) -> Iterator[Block]:
+    """Draw what every rank has beside FLOPs, where there is room."""
+    waits = (("computes", "compute"), ("waits for a transfer", "gather"), ("waits for other ranks", "wait"))
+    charts: tuple[tuple[str, str, str, tuple[tuple[str, str], ...], tuple[str, ...]], ...] = (
+        ("Time", "where the step goes on each rank", "s", waits, ("compute", "exposed", "bubble")),
+        ("Buffers", "most bytes of buffers at any time", "B", (("", "buffers"),), ("peak",)),
+        ("Sent", "bytes sent to other ranks in a step", "B", (("", "gather"),), ("sent",)),
     )
-    if (own := forecast.local) is not None:
-        yield note(
-            f"{' and '.join(own.optimizers)}: {own.parameters} parameters that each rank updates by itself; at most "
-            f"{format_bytes(own.state)} of state and {format_seconds(own.seconds)} on a rank, after the predicted step."
-        )
-    if forecast.zero1 is not None:
-        yield note(f"{buckets_text(forecast.zero1)}.")
-        yield phases(forecast.zero1)
-        yield zero1_plans(forecast.alternatives)
-    else:
-        yield plans(forecast)
-    headers = ("template", "matrices:n", "FLOPs each:FLOP", "time each:s", "memory:B", "wire:B")
-    fields = ("name", "tasks", "flops_value", "seconds", "memory_value", "wire_value")
-    yield PageTable(headers, rows_of(forecast.templates, *fields), "Templates")
-    yield from bullets(forecast.assumptions)
+    for title, caption, unit, parts, fields in charts if forecast.simulation.ranks else ():
+        found = (Bar(r.rank, tuple(getattr(r, name) for name in fields)) for r in forecast.simulation.ranks)
+        drawn = Bars(f"{title} per rank", unit, parts, tuple(found), of="rank")
+        yield Detail((Section(title, (drawn,), caption),))
+
+
+def timelines(forecast: Forecast) -> Iterator[Block]:
+    """Draw the simulated step of all ranks whose spans were kept; where there is little room, of the most telling."""
+    simulation = forecast.simulation
+    if not simulation.seconds:
+        return
+    busy = {r.rank: r.compute for r in simulation.ranks}
+    ranks = sorted(simulation.shown, key=lambda rank: (-busy[rank], rank))
+    asked = [int(value) for name, value in forecast.options if name == "rank"]
+    telling = ranks if len(ranks) <= MOST_RANKS else list(dict.fromkeys([ranks[0], ranks[-1], *asked]))
+    members: dict[int, set[int]] = defaultdict(set)
+    for span in simulation.spans:
+        members[span.flow].add(span.rank)
+    drawn: list[Lane] = []
+    for rank in dict.fromkeys([*telling, *ranks]):
+        spans = [span for span in simulation.spans if span.rank == rank]
+        drawn += lanes(f"rank {rank}", spans, lambda s: described(s, len(members[s.flow])), rank not in telling)
+        moments = [m for m in simulation.memory if m.rank == rank]
+        if moments:
+            most = max(m.bytes for m in simulation.memory)
+            drawn.append(Lane(f"rank {rank}", "buffers", tuple(held(moments, simulation.seconds, most)), detail=True))
+    yield Detail((note(f"{len(ranks)} of {plural(len(simulation.ranks), 'rank')}, in one step"),))
+    yield Timeline("What each rank does when", simulation.seconds, tuple(drawn), "micro-group")
+
+
+def described(span: Span, members: int) -> TimelineEvent:
+    """An event with all that is known of its span, and how many ranks that are shown take part in its collective."""
+    title = f"{span.act.removeprefix('start ')}, micro-group {span.group}"
+    remarks = [f"rank {span.rank}, {STREAM_WORDS[span.stream]}"]
+    if span.flow >= 0:
+        taking = f"{plural(members, 'rank')} of those shown"
+        remarks += [f"sends {format_bytes(span.bytes)}", f"collective {span.flow}, {taking}"]
+    return replace(event(span), title=title, remarks=tuple(remarks), names=span.tasks)
+
+
+def held(moments: Sequence[Memory], seconds: float, most: int) -> Iterator[TimelineEvent]:
+    """Show the bytes that a rank holds from each moment to its next, as a share of `most`."""
+    ends = [*(moment.at for moment in moments[1:]), seconds]
+    for own, end in zip(moments, ends, strict=True):
+        if own.bytes and end > own.at:
+            title = f"buffers of rank {own.rank}"
+            yield TimelineEvent(
+                own.at, end, "buffers", 0, title, (f"holds {format_bytes(own.bytes)}",), (), own.bytes / most
+            )

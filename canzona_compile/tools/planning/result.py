@@ -16,7 +16,7 @@ from canzona_compile.report.markdown import markdown
 from canzona_compile.report.page import PageModel
 from canzona_compile.report.printable import Printable
 from canzona_compile.tools.planning.figures import Forecast
-from canzona_compile.tools.planning.plan_page import brief_page, plan_page
+from canzona_compile.tools.planning.plan_page import plan_page
 from canzona_compile.tools.planning.trace import trace
 
 
@@ -65,8 +65,8 @@ class OfflinePlan(Printable):
         return json.dumps(trace(self.forecast)) + "\n"
 
     def to_markdown(self) -> str:
-        """Write tables to paste into a document or an issue."""
-        return markdown(brief_page(self.forecast))
+        """Write the page without its charts, to paste into a document or an issue."""
+        return markdown(self.page())
 
     def page(self) -> PageModel:
         """All figures, as people read them."""
