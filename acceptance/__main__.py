@@ -64,11 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(given: Namespace) -> int:
-    """Take all steps, write down what each found, and return the exit code.
-
-    Raises:
-        CanzonaError: there is no CUDA device and this is no dry run, or an argument is wrong.
-    """
+    """Take all steps, write down what each found, and return the exit code."""
     began, ranks = time.monotonic(), given.ranks
     if "LOCAL_RANK" in os.environ:
         if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
@@ -109,10 +105,6 @@ def accept(
     Everything that was written lies in the archive at the end, also after an interrupt.
 
     Args:
-        steps: in order.
-        machines: by the numbers of ranks that take the steps, in order.
-        output: for the page and the archive; it is made.
-        part: the name of what is run.
         deadline: of the clock `time.monotonic`: what would not end by then is skipped, or ended.
     """
     journal = AcceptanceJournal(output, part, facts(machines.values()))
@@ -194,11 +186,7 @@ def list_steps(steps: Sequence[AcceptanceStep], machines: Mapping[int, AcceptedM
 
 
 def chosen(steps: Sequence[AcceptanceStep], patterns: Sequence[str] | None) -> list[AcceptanceStep]:
-    """The steps that were asked for.
-
-    Raises:
-        CanzonaError: there is none.
-    """
+    """The steps that were asked for."""
     found = [step for step in steps if not patterns or any(fnmatchcase(step.name, pattern) for pattern in patterns)]
     if not found:
         raise CanzonaError(f"no step is called {' or '.join(patterns or ())}", hint="--list names them")

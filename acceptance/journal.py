@@ -36,10 +36,6 @@ class AcceptanceJournal:
     Args:
         output: where the page and the archive go, and nothing else: a machine may give back a few files only.
         part: what is run, the name of the folder in `files_of(output)` for its own page and `acceptance.json`.
-        facts: about the machine, by name.
-
-    Attributes:
-        results: one per step that was begun, in order.
     """
 
     def __init__(self, output: Path, part: str, facts: Mapping[str, str]) -> None:

@@ -87,15 +87,6 @@ class Weighted(nn.Module):
 class SideBySide:
     """Two optimizers with equal parameters.
 
-    Args:
-        rank: this one.
-        optimizer: a name of `OPTIMIZERS`.
-        layout: a name of `LAYOUTS`, or "zero1", of the wrapped one's parameters.
-        shapes: of the parameters.
-        dtype: of the parameters.
-        seed: of parameters and gradients.
-        options: of `wrap`, or of `zero1`.
-
     Attributes:
         plain, ours: the optimizer on whole tensors, and the wrapped one.
     """
@@ -126,7 +117,6 @@ class SideBySide:
         """Step both on the next gradients, and compare the parameters.
 
         Args:
-            times: how often.
             in_place: whether the wrapped optimizer's gradients stay at their addresses; otherwise they are elsewhere
                 than in the step before.
             without: the parameter of which this rank has no gradient. Then only the wrapped optimizer steps, and the
@@ -189,10 +179,6 @@ class SideBySide:
 
         Args:
             recorded: whether steps have to be recorded on CUDA. A case of recordings shows nothing without one.
-
-        Raises:
-            WrongResult: they are further apart than that.
-            CanzonaError: no step was recorded.
         """
         self._tally.add(self._steps, self.ours.leaves(), self.plain.leaves())
         report: Report = self.ours.optimizer.canzona.report()  # type: ignore[attr-defined]

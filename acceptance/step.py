@@ -66,7 +66,6 @@ class OneProgram:
     Attributes:
         arguments: the command; `{python}`, `{output}` and `{minutes}` stand for the interpreter, the folder of results
             and the time that is left.
-        dry: what is added to it in a dry run.
     """
 
     arguments: tuple[str, ...]
@@ -78,10 +77,7 @@ class AcceptanceStep:
     """One thing that is tried.
 
     Attributes:
-        name: as in "layouts/muon/fsdp/float32".
-        shows: what is known once it has passed.
         failing: what it means if it fails, and what to do about it.
-        work: what runs.
         needs: what has to be there; without it the step is skipped.
         limit: seconds that the work may take. What takes longer counts as a hang.
     """
@@ -99,9 +95,6 @@ class StepResult:
     """What came of a step.
 
     Attributes:
-        name, shows, failing: those of the step.
-        ranks: how many ranks took it; 0 if it is a program.
-        status: "running" until it has ended.
         said: what it found, or why it was skipped or failed.
         details: for failures: traceback, stack and last output, by rank.
         wrong: whether it failed because what it computed is wrong.

@@ -32,9 +32,6 @@ def same_as_plain(rank: AcceptanceRank, optimizer: str, layout: str, dtype: str,
     """Step call by call, while gradients are elsewhere in every step.
 
     Args:
-        rank: this one.
-        optimizer, layout: what is compared.
-        dtype: a name of `DTYPES`.
         odd: whether shapes do not divide; they are padded on CUDA, so that sums have another order.
     """
     both = SideBySide(rank, optimizer, layout, (uneven if odd else even)(rank), DTYPES[dtype], cuda_graphs=False)
@@ -59,9 +56,6 @@ def same_under_zero1(rank: AcceptanceRank, optimizer: str, gather: str, odd: boo
     """Train on gradients of a backward pass, whose means over ranks are exact.
 
     Args:
-        rank: this one.
-        optimizer: what is compared.
-        gather: when parameters are whole again.
         odd: whether shapes do not divide.
     """
     both = SideBySide(rank, optimizer, "zero1", (uneven if odd else even)(rank), gather=gather)

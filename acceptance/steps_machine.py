@@ -141,7 +141,6 @@ def gpu_tests(dry: bool, room: str = "") -> Iterator[AcceptanceStep]:
 
     Args:
         dry: whether they run without a device, where each of them is skipped and says so.
-        room: take only the tests of this one.
     """
     files = [path for path in files_of_gpu_tests() if path.startswith(f"tests/{room}")]
     workers = 2 if dry else WORKERS

@@ -51,14 +51,7 @@ FAILURES = ("wrong", "failed", "died", "hung")  # a rank that hangs mostly waits
 
 
 class RankEnd(NamedTuple):
-    """How a rank, or a program, ended a step.
-
-    Attributes:
-        rank: which one.
-        status: "passed", or one of `FAILURES`.
-        said: what it found, or what was wrong.
-        details: a traceback, or the stacks of its threads.
-    """
+    """How a rank, or a program, ended a step."""
 
     rank: int
     status: str
@@ -70,9 +63,6 @@ class Supervisor:
     """Takes steps with some ranks of this machine.
 
     Args:
-        machines: the machine, by the number of ranks that take a step.
-        journal: takes the results.
-        folder: for logs and results of programs; it is there.
         deadline: of the clock `time.monotonic`: what is not done by then is ended; None if there is none.
     """
 

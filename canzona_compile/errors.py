@@ -61,11 +61,7 @@ class PipelineError(CanzonaError):
 
 
 class CanzonaWarning(UserWarning):
-    """Base of every warning of canzona_compile, each given once.
-
-    Args:
-        problem: what differs from what the user may expect.
-    """
+    """Base of every warning of canzona_compile, each given once."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)

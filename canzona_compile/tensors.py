@@ -52,12 +52,7 @@ def given_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 
 
 def written_by(func: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
-    """The tensors that an operator writes: the name of the argument, the position if it is a list, the tensor.
-
-    Args:
-        func: the operator.
-        given: its arguments by name.
-    """
+    """The tensors that an operator writes: the name of the argument, the position if it is a list, the tensor."""
     for argument in func._schema.arguments:
         value = given.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and value is not None:

@@ -126,10 +126,7 @@ class DispatchRule:
     """A kernel that wins in a range of sizes.
 
     Attributes:
-        least_m: the smallest m.
         least_tiles: the fewest tiles of 128 x 128 in the whole batch.
-        source: the figure that says so.
-        most_m: the largest m.
     """
 
     op: Operation
@@ -170,9 +167,7 @@ def choose(
     """Choose the kernel for a problem.
 
     Args:
-        problem: the product to compute.
         arch: ten times the compute capability's major number plus the minor one; None for no CUDA, or no Triton.
-        verdicts: what the tuner measured on this architecture.
         processors: how many multiprocessors the device has; None offline, for those of `MULTIPROCESSORS`.
     """
     if arch is None:
@@ -210,11 +205,6 @@ def measured(problem: Problem, verdicts: Verdicts, processors: int) -> KernelCho
     more processors idle there than at both of them. Beyond the batches that were measured no kernel is chosen because
     of a measurement: fewer matrices may leave processors idle, and the library may gain more from more of them. Where
     the nearest batch is the library's, so is this one, whatever published figures say: they are of other machines.
-
-    Args:
-        problem: the product to compute.
-        verdicts: what the tuner measured on this machine.
-        processors: how many multiprocessors it has.
 
     Returns:
         None if published figures may decide: nothing near was measured, or different kernels beat the library.

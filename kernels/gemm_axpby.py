@@ -43,16 +43,11 @@ def gemm_axpby(
         x: [..., M, N], of factor's dtype, any strides.
         alpha, beta: numbers, or 0-d tensors; the host does not wait for those on the device.
         out: [..., M, N] of x's dtype; must not overlap factor or x.
-        choice: the kernel to run, for tests and the tuner; by default `dispatch` chooses.
 
     Leading dims are broadcast against each other.
 
     Returns:
         Y: [..., M, N] of x's dtype; `out` if that is given.
-
-    Raises:
-        TypeError: an operand is not floating point, or dtypes differ.
-        ValueError: shapes or devices do not fit, or the given choice cannot run here.
     """
     matrices("x", x)
     m, n = x.shape[-2:]

@@ -76,10 +76,8 @@ def launch_pointer(tile: Tile, f: Tensor, x: Tensor, y: Tensor, scalars: tuple[o
     """Compute y = alpha * x + beta * f @ x on the GPU.
 
     Args:
-        tile: the kernel's configuration.
         f: [B, M, M], any strides.
         x, y: [B, M, N], any strides; the sum is rounded to y's dtype.
-        scalars: alpha and beta, floats or 0-d tensors.
     """
     batch, m, n = x.shape
     gemm_axpby_pointer[(batch * -(-m // tile.m) * -(-n // tile.n),)](

@@ -45,11 +45,6 @@ def register(schema: str, fake: Kernel, kernel: Kernel, cuda: Kernel | None = No
         schema: `name(arguments) -> results`, without the namespace. It has to say that nothing is mutated.
         fake: makes empty results from fake tensors or tensors on the meta device, and raises ValueError where operands
             do not fit.
-        kernel: computes it: on CPU if there is one for CUDA, else everywhere.
-        cuda: computes it on CUDA.
-
-    Returns:
-        What graphs call.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

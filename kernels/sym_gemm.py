@@ -50,16 +50,10 @@ def sym_gemm(
         alpha, beta, diag: numbers, or 0-d tensors; the host does not wait for those on the device.
         trans: compute A^T @ (B or A) of operands stored as [..., K, M].
         out: [..., M, M], the tensor to write and return. It may be c; it must not overlap a or b.
-        dtype: that of the result; by default out's, else a's.
-        choice: the kernel to run, for tests and the tuner; by default `dispatch` chooses.
 
     Leading dims are broadcast against each other.
 
     Returns: [..., M, M].
-
-    Raises:
-        TypeError: an operand is not floating point, or a and b differ in dtype.
-        ValueError: shapes or devices do not fit, or the given choice cannot run here.
     """
     matrices("a", a)
     m, k = (a.shape[-1], a.shape[-2]) if trans else (a.shape[-2], a.shape[-1])

@@ -24,12 +24,7 @@ def batched(tensor: Tensor, batch: Sequence[int]) -> Tensor:
 
 
 def matrices(name: str, tensor: Tensor, shape: tuple[int, int] | None = None, like: Tensor | None = None) -> None:
-    """Check that a tensor is a stack of real matrices, of one shape, on the device of another tensor.
-
-    Raises:
-        TypeError: its dtype is not floating point.
-        ValueError: dims, shape or device do not fit.
-    """
+    """Check that a tensor is a stack of real matrices, of one shape, on the device of another tensor."""
     if tensor.dim() < 2:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be a matrix or a stack of matrices")
     if not tensor.is_floating_point():

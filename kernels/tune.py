@@ -35,9 +35,7 @@ class CallForm:
     """One way to call an operation.
 
     Attributes:
-        name: its formula.
         result: [batch, rows, columns], where each call writes.
-        run: calls the operation with a choice.
         exact: the result for a part of the batch, in float64.
     """
 
@@ -52,12 +50,9 @@ class Trial:
     """The outcome for a candidate: its worst speed and error over all forms, or why it was refused.
 
     Attributes:
-        speedup: the library's time over this one's.
-        milliseconds: of a call.
         error: the largest deviation of an element from float64, over the sum of its own size and the mean size. (Over
             the largest value most of a wrong result would be next to nothing, as the diagonal of A A^T is far larger
             than all else.)
-        refused: why it was refused; empty if it was not.
     """
 
     choice: KernelChoice
@@ -90,15 +85,7 @@ def tune(
     Args:
         op: the operation; sym_gemm is tried with and without a summand, and with scalars on the device, and has to win
             in all forms.
-        shape: batch, m and k of `Problem`.
-        dtype: of operands and result.
-        device: where.
-        candidates: Triton kernels; the library takes part anyway.
         clock: makes what measures the milliseconds that a call takes, in the mean.
-        rounds: how often all of them take a turn.
-
-    Returns:
-        The winner, and what became of each candidate.
     """
     forms = _forms(op, shape, dtype, device)
     with recorded() as launches:

@@ -40,7 +40,6 @@ class GpuKind:
 
     Attributes:
         arch: ten times the compute capability's major number plus the minor one.
-        name: as the driver tells it.
         processors: how many multiprocessors it has, or the part of it that is lent.
     """
 

@@ -92,7 +92,6 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
     """From captured templates (CAPTURED) to owners (OWNED): once per set of parameters.
 
     Args:
-        options: `numerics`, and `plan` or else `strategy`, `planner` and `alpha` count.
         owned_as: a step that has the owners of the same tasks already; None if they are to be chosen.
     """
     exact = options.numerics == "exact"
@@ -110,23 +109,12 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
 
 
 def zero1_passes(ranks: Sequence[int], bucket_bytes: int, whole: frozenset[str], rank: int) -> list[Pass]:
-    """From the owners of all tasks to buckets, and to tasks that run in the owner's replica alone (OWNED to OWNED).
-
-    Args:
-        ranks: the global ranks of the data-parallel group of `rank`, in order.
-        bucket_bytes: the size at which a bucket closes.
-        whole: the names of elementwise parameters that may not be cut.
-        rank: the global rank whose fragments the buckets hold.
-    """
+    """From the owners of all tasks to buckets, and to tasks that run in the owner's replica alone (OWNED to OWNED)."""
     return [FormBuckets(tuple(ranks), bucket_bytes, whole, rank), OwnerReplica(len(ranks))]
 
 
 def first_step_passes(owned: Step) -> list[Pass]:
-    """From interpreted templates (CAPTURED) to the owners of `owned` (OWNED): once per set of parameters.
-
-    Args:
-        owned: the planned step of the same tasks.
-    """
+    """From interpreted templates (CAPTURED) to the owners of `owned` (OWNED): once per set of parameters."""
     return [Place(), InheritOwners(owned)]
 
 
@@ -150,12 +138,7 @@ def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = fr
 
 
 def emission_passes(rank: int, machine: Machine) -> list[Pass]:
-    """From a schedule (SCHEDULED) to the program of one rank (EMITTED).
-
-    Args:
-        rank: global.
-        machine: that runs the program.
-    """
+    """From a schedule (SCHEDULED) to the program of one rank (EMITTED)."""
     return [Emit(rank, generate=generates(machine))]
 
 
@@ -165,9 +148,5 @@ def generates(machine: Machine) -> bool:
 
 
 def relowering_passes(options: Options) -> list[Pass]:
-    """From a schedule to another one of the same tasks and owners (SCHEDULED to SCHEDULED), for forecasts.
-
-    Args:
-        options: those of the new schedule.
-    """
+    """From a schedule to another one of the same tasks and owners (SCHEDULED to SCHEDULED), for forecasts."""
     return [Reopen(), *lowering_passes(options)]

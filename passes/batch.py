@@ -27,9 +27,6 @@ class Batching:
     Under fast numerics all products qualify, and on CUDA decompositions do too if a stack of them is faster. Measured
     rates decide that (`eigh` and `eigh_batched`). Without such rates the version of torch decides
     (`canzona_compile.lowering.stacking`).
-
-    Attributes:
-        exact: whether the step uses exact numerics.
     """
 
     exact: bool = True
@@ -58,13 +55,7 @@ class Batching:
 
 
 def batches(step: Step, micro_group: MicroGroup, placed: dict[str, Placed]) -> tuple[Batch, ...]:
-    """Divide a micro-group into batches: tasks of one owner rank, one cut and one param group.
-
-    Args:
-        step: the step.
-        micro_group: one of its micro-groups.
-        placed: the cuts by name, with their stacked graphs.
-    """
+    """Divide a micro-group into batches: tasks of one owner rank, one cut and one param group."""
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for task in sorted(map(step.task, micro_group.tasks), key=lambda t: t.index):
         alike[task.owner is not None, task.owner or (), task.placed, task.param_group].append(task.name)

@@ -50,10 +50,6 @@ class Emit:
     With `generate` (for CUDA), elementwise graphs become generated kernels. A micro-group then has one launch for
     prepare, one for apply, and one each for the copies before and after compute. Prepare then also writes the state
     whose new value it computes and which apply would only store.
-
-    Attributes:
-        rank: the global rank.
-        generate: generate kernels for elementwise graphs.
     """
 
     rank: int

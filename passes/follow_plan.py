@@ -12,14 +12,7 @@ from canzona_compile.ir.step import Form, MicroGroup, Step, Strategy
 
 @dataclass(frozen=True, slots=True)
 class FollowOwners:
-    """Give every task the owner that a plan file says.
-
-    Attributes:
-        plan: a plan for the same parameters and layouts.
-
-    Raises:
-        CanzonaError: the plan is for other parameters or layouts, or has a strategy that runs do not support.
-    """
+    """Give every task the owner that a plan file says."""
 
     plan: PlanFile
 
@@ -45,9 +38,6 @@ class InheritOwners:
 
     Attributes:
         source: a step of form OWNED or beyond that has the tasks, by name.
-
-    Raises:
-        CanzonaError: `source` lacks a task that needs an owner.
     """
 
     source: Step
@@ -73,11 +63,7 @@ class InheritOwners:
 
 @dataclass(frozen=True, slots=True)
 class FollowGroups:
-    """Form the micro-groups of a plan file from the tasks that take part. Micro-groups without such tasks are left out.
-
-    Raises:
-        CanzonaError: the plan has a task in no micro-group.
-    """
+    """Form the micro-groups of a plan file from the tasks that take part, without empty ones."""
 
     plan: PlanFile
 

@@ -21,9 +21,7 @@ class Weight:
     """A parameter on its way into a bucket.
 
     Attributes:
-        name: its name.
         elements: of the fragment that each data-parallel rank holds.
-        dtype: of the parameter and its gradient.
         owner: the data-parallel rank that owns it; None if its update is elementwise.
         whole: whether it may not be cut although its update is elementwise.
     """
@@ -111,13 +109,8 @@ def fill(weights: Sequence[Weight], owners: int, spread: bool = True) -> Iterato
     cut is poured in last, so that it levels the shards.
 
     Args:
-        weights: the weights, in the order of the bucket.
-        owners: the number of data-parallel ranks.
         spread: whether parameters that are not cut may go to an empty shard. Otherwise they join shards that hold
             something already, if there are any: a norm is not worth a collective of its own.
-
-    Yields:
-        The slices.
     """
     length = [0] * owners
 

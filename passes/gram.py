@@ -115,11 +115,7 @@ def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
 
 
 def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Graph:
-    """Rewrite every chain of a graph for which the conditions of `GramIterations` hold.
-
-    Returns:
-        A new graph; the graph itself if no chain was rewritten.
-    """
+    """Rewrite every chain of a graph for which the conditions of `GramIterations` hold."""
     for start in [chain.start.name for chain in chains(graph)]:
         attempt = copy.deepcopy(graph)
         chain = next((c for c in chains(attempt) if c.start.name == start), None)
@@ -173,7 +169,6 @@ class GramWriter:
     """Writes iterations on Gram matrices into a graph.
 
     Args:
-        graph: gets the new nodes, at its insert point.
         flipped: whether nodes are the transpose [..., n, m] of the wide matrix.
     """
 
@@ -185,7 +180,6 @@ class GramWriter:
 
         Args:
             x: X [..., m, n], or its transpose [..., n, m] if `flipped`.
-            polynomials: the coefficients of each step.
 
         Returns:
             Q X, in the shape of `x`.

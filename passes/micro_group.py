@@ -48,7 +48,6 @@ class FormMicroGroups:
         capacity: the most bytes that a micro-group gathers to one rank.
         agreed: by the global ranks of a grid, the capacity that they have instead.
         groups: how many micro-groups a grid should have; if None, the prediction decides.
-        depth: how many micro-groups are in flight at once.
         exact: whether the step uses exact numerics, which decides what can be stacked.
     """
 

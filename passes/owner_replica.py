@@ -42,12 +42,7 @@ class OwnerReplica:
 
 
 def in_own_replica(tasks: Iterable[Task], replicas: int | None = None) -> tuple[Task, ...]:
-    """Move tasks to the grid of their owner's replica; those that every rank computes stay as they are.
-
-    Args:
-        tasks: of form OWNED.
-        replicas: see `OwnerReplica`. Grids whose rows are no multiple of it are left alone.
-    """
+    """Move tasks to the grid of their owner's replica; those that every rank computes stay as they are."""
     layouts: dict[tuple[int, int], Layout] = {}
 
     def moved(task: Task) -> Task:

@@ -55,11 +55,7 @@ def padded_cut(cut: Placed) -> Placed:
 
 
 def padded(graph: fx.Graph) -> fx.Graph:
-    """Pad the 16-bit products of a graph where that is possible.
-
-    Returns:
-        A new graph; the graph itself if no product needs padding.
-    """
+    """Pad the 16-bit products of a graph where that is possible."""
     if not any(odd(node) for node in padded_values(graph)):
         return graph
     graph = copy.deepcopy(graph)
@@ -158,11 +154,7 @@ def multiple(factor: Any, corner: float, shift: Any = 0.0) -> float | None:
 
 
 class Padder:
-    """Pads the products of one graph, in place.
-
-    Args:
-        graph: the graph.
-    """
+    """Pads the products of one graph, in place."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.inside = graph, padded_values(graph)

@@ -54,9 +54,6 @@ class Place:
 
     On replicate dims of the mesh gathering is free, but every replica repeats the work and the state of FRAGMENT
     nodes. There a FRAGMENT node costs `REDUNDANT` times its bytes.
-
-    Attributes:
-        exact: whether the step uses exact numerics.
     """
 
     exact: bool = True
@@ -117,8 +114,6 @@ class Cut:
     """Where the nodes of a family of templates run.
 
     Attributes:
-        fragment: nodes that run on fragments.
-        everywhere: nodes that every rank computes for itself.
         near: names of the leaves that live with the fragments of the parameter.
     """
 
@@ -128,14 +123,7 @@ class Cut:
 
 
 class Cutter:
-    """Finds the cheapest cut of a family of templates for one kind of layout, as a minimum cut of a flow network.
-
-    Args:
-        family: the variants of one step.
-        kind: the kind of layout of the parameters.
-        machine: where the step runs.
-        exact: whether the step uses exact numerics.
-    """
+    """Finds the cheapest cut of a family of templates for one kind of layout, as a minimum cut of a flow network."""
 
     def __init__(self, family: Sequence[Template], kind: LayoutKind, machine: Machine, exact: bool) -> None:
         self.family, self.kind, self.machine, self.exact = family, kind, machine, exact
@@ -252,14 +240,7 @@ def bytes_of(node: fx.Node) -> float:
 
 
 def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
-    """Split the graph of a template into prepare, compute and apply.
-
-    Args:
-        template: the template to split.
-        kind: the kind of layout for which it is cut.
-        cut: the cut of the template's family.
-        name: the name of the result.
-    """
+    """Split the graph of a template into prepare, compute and apply."""
     graph = template.graph
     fragment, free = cut.fragment & set(graph.nodes), cut.everywhere
     leaf = dict(zip(placeholders(graph), template.inputs, strict=True))

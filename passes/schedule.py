@@ -54,7 +54,6 @@ def stages(group: MicroGroup, apart: bool = False) -> list[list[Act]]:
     """The events of a micro-group, cut into stages where it may wait for a collective.
 
     Args:
-        group: the micro-group.
         apart: whether apply runs on another stream than compute. That stream would wait before it unpacks the next
             micro-group.
     """

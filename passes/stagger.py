@@ -34,7 +34,6 @@ class Stagger:
             are left out.
         together: the seconds that the busiest rank is predicted to compute on each step of a period if all offsets
             are zero. Empty if no work is periodic.
-        apart: the same with these offsets.
     """
 
     ahead: Mapping[str, int]
@@ -50,10 +49,6 @@ def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
 
     Args:
         owned: the owned step.
-        variant_periods: by task, how its code continues from step to step.
-
-    Returns:
-        The offsets and their predicted effect.
     """
     periodic = {t.name for t in owned.tasks if t.name in variant_periods and variant_periods[t.name].periodic}
     if not periodic:
@@ -77,7 +72,6 @@ def offsets(tasks: Sequence[Task], cost: Mapping[str, Tensor], periods: Mapping[
     waits for another.
 
     Args:
-        tasks: the tasks.
         cost: by task, its FLOPs on every step of a profile.
         periods: the steps after which the work of a task repeats itself; tasks without periodic work are left out.
     """
@@ -100,7 +94,6 @@ def loads_of(tasks: Iterable[Task], cost: Mapping[str, Tensor], ahead: Mapping[s
     """Return by rank the FLOPs that it computes on every step of a profile.
 
     Args:
-        tasks: the tasks.
         cost: by task, its FLOPs on every step.
         ahead: by task, the steps by which its periodic work comes earlier; 0 if it is left out.
     """
@@ -117,9 +110,7 @@ def cost_by_step(owned: Step, task: Task, variant_period: VariantPeriod | None, 
 
     Args:
         owned: the owned step.
-        task: the task.
         variant_period: how its code continues from step to step; None if it does the same on every step.
-        horizon: the number of steps of the profile.
 
     Returns:
         A float64 tensor of shape [horizon].

@@ -37,10 +37,6 @@ def dim_symbols(ndim: int) -> tuple[sympy.Symbol, ...]:
 def symbolic_flops(graph: fx.Graph, template: Template) -> sympy.Expr:
     """FLOPs of a graph, added up node by node: 2mkn per product, one per element elsewhere.
 
-    Args:
-        graph: whose nodes have fake tensors in their `meta`.
-        template: of the matrix that the graph is for.
-
     Returns:
         A formula in the dims of the matrix (`dim_symbols`).
     """

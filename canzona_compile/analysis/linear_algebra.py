@@ -36,12 +36,7 @@ COPIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A number that the graph does not compute yet.
-
-    Attributes:
-        op: "add", "sub" or "mul".
-        left, right: the operands.
-    """
+    """A number that the graph does not compute yet."""
 
     op: str
     left: Factor
@@ -72,15 +67,7 @@ def times(a: Factor, b: Factor) -> Factor:
 
 
 def written(factor: Factor, graph: fx.Graph) -> float | fx.Node:
-    """Make a number an operand.
-
-    Args:
-        factor: the number.
-        graph: gets a node for each piece of arithmetic, at its insert point.
-
-    Returns:
-        The constant or the node that holds the number.
-    """
+    """Make a number an operand."""
     if not isinstance(factor, Arithmetic):
         return factor
     left, right = written(factor.left, graph), written(factor.right, graph)
@@ -165,7 +152,6 @@ def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Insert the transpose of a matrix.
 
     Args:
-        graph: gets the new node, at its insert point.
         node: [..., m, n].
 
     Returns:
@@ -181,9 +167,7 @@ class Product:
 
     Attributes:
         left, right: [..., m, k] and [..., k, n].
-        alpha: the factor of the product.
         added: [..., m, n]; None if nothing is added.
-        beta: the factor of `added`.
     """
 
     left: fx.Node
@@ -271,11 +255,7 @@ def alike(operand: Any, node: fx.Node) -> bool:
 
 
 def scaled(node: fx.Node) -> MatrixTerm:
-    """Take off all numbers by which a matrix was multiplied.
-
-    Returns:
-        The product of these numbers (1.0 if there are none), and the matrix without them.
-    """
+    """Take off all numbers by which a matrix was multiplied."""
     own = terms(node)
     if len(own) != 1:
         return MatrixTerm(1.0, node)
@@ -313,7 +293,6 @@ def main_diagonal(args: Sequence[Any], shape: Sequence[int]) -> bool:
     """Whether the arguments of a diagonal mean the main one of the last two dims.
 
     Args:
-        args: offset, dim1 and dim2; later ones may be absent.
         shape: the shape of the matrix.
     """
     defaults: list[Any] = [0, 0, 1]

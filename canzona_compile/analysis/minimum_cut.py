@@ -30,9 +30,6 @@ class Network(Generic[N]):
         """Find the nodes on the side of the source of a minimum cut: of all such cuts, the one nearest to the sink.
 
         The flow grows along shortest paths (Edmonds and Karp, JACM 19, 1972). This uses up the capacities.
-
-        Raises:
-            ValueError: every cut is infinite.
         """
         for end in (source, sink):
             self._left.setdefault(end, {})

@@ -40,8 +40,6 @@ class PolynomialForm:
     """A value p(G), p(G) Y or Y^T p(G), where Y is the wide matrix.
 
     Attributes:
-        polynomial: p.
-        square: the value is p(G) alone.
         flipped: the value is Y^T p(G), the transpose of p(G) Y.
     """
 
@@ -60,10 +58,7 @@ class Iterate:
     """One step Y <- p(G) Y of the wide matrix Y [..., m, n].
 
     Attributes:
-        before: Y before the step.
-        after: Y after the step.
         flipped: both nodes are the transpose [..., n, m] of Y.
-        polynomial: p.
     """
 
     before: fx.Node
@@ -100,11 +95,7 @@ class ProductChain:
 
 
 def chains(graph: fx.Graph) -> tuple[ProductChain, ...]:
-    """Find all iterations of a graph.
-
-    Returns:
-        The chains, each as long as possible.
-    """
+    """Find all iterations of a graph."""
     bases = gram_bases(graph)
     after: dict[fx.Node, Iterate] = {}
     for base, flipped in bases.items():
@@ -152,9 +143,6 @@ def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Nod
     """Find the iterate that begins with a matrix.
 
     Args:
-        graph: the graph.
-        base: the matrix.
-        flipped: whether `base` is the transpose of the wide matrix.
         bases: all results of `gram_bases`. The search stops where another iterate may begin.
 
     Returns:

@@ -47,9 +47,7 @@ def exchange_seconds(link: Link, busiest: float, members: int) -> float:
     """Seconds of an exchange among some ranks.
 
     Args:
-        link: the slowest link that the exchange needs.
         busiest: how many bytes the busiest rank sends or receives.
-        members: how many ranks take part.
     """
     return busiest / link.bandwidth + link.latency + link.per_peer * (members - 1)
 
@@ -93,7 +91,6 @@ class NodeWork:
         added: seconds of copying the addend of a product to where the result will be, a pass of its own.
         turned: further seconds of that copy in a stack, where a transposed addend is not copied tile by tile.
         product: dtype of a matrix product, whose call is not in `calls`; empty for others.
-        flops: of a matrix product.
         size: of a matrix product, the geometric mean of its three dims.
         own: whether a product is one of our operators, which always run on stacks where tasks are alike.
     """
@@ -130,11 +127,9 @@ class GraphTime:
     """What a graph takes for one whole matrix.
 
     Attributes:
-        seconds: without launches.
         calls: operators that are launched, matrix products aside.
         products: how many matrix products are called, by dtype.
         turned: further seconds where tasks are stacked, of passes over transposed matrices.
-        works: the matrix products.
     """
 
     seconds: float

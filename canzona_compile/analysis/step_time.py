@@ -126,7 +126,6 @@ class GroupLoad:
         gather_bytes: bytes that the busiest rank gathers.
         compute_flops: FLOPs of the busiest owner.
         scatter_bytes: bytes that the busiest rank scatters, and exchanges between replicas.
-        collectives: that a rank takes part in.
         launches: seconds of what is launched once for all tasks alike, on the busiest owner.
         uneven: seconds that products of the busiest owner take more than FLOPs alone say: small ones leave processors
             idle, unless enough of them are one stack. 0 on CPU.
@@ -145,10 +144,7 @@ class SharedLaunches:
     """Seconds of launches that all tasks of one micro-group, cut and param group share, and what a stack saves.
 
     Attributes:
-        fragments: of what every rank does with its fragments.
         matrices: of what an owner does with whole matrices; 0 if it launches everything once for each of them.
-        compute: what a whole matrix takes by itself.
-        hardware: the rates.
         stacks: whether an owner's matrices are computed as a stack.
     """
 
@@ -172,13 +168,7 @@ class SharedLaunches:
 
 
 def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLaunches:
-    """The launches of a cut that do not grow with the number of its tasks.
-
-    Args:
-        placed: the cut.
-        machine: that launches.
-        stacks: whether its matrices are computed as a stack.
-    """
+    """The launches of a cut that do not grow with the number of its tasks."""
     hardware = hardware_of(machine)
     fragments, matrices = (
         sum(graph_time(graph, hardware).launches(hardware) for graph in graphs)
@@ -214,11 +204,7 @@ def load_of(
     """The load of one micro-group.
 
     Args:
-        tasks: its tasks, which share `grid`.
-        grid: their ranks.
-        placed: the cuts by name.
         shared: what tasks alike launch once, by cut; None if launches do not count.
-        rates: of the machine, if products count by their size.
     """
     load = load_by_owner(tasks, placed)
     sharded, exchanged = grid.shards > 1, grid.replicas > 1
@@ -262,14 +248,6 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
     """Predict the time of a step that is not scheduled yet.
 
     With overlap the link gathers ahead while the processor computes; without it everything adds up.
-
-    Args:
-        groups: the loads of its micro-groups, in order.
-        rates: of the machine.
-        depth: how many micro-groups are in flight at once, at most.
-
-    Returns:
-        Seconds.
     """
     times: list[tuple[float, float, float]] = []
     for g in groups:

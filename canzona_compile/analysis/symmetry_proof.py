@@ -59,15 +59,7 @@ SymmetricValues = dict[fx.Node, Symmetric]
 
 
 def symmetric_values(graph: fx.Graph, leaves: Collection[str] = ()) -> SymmetricValues:
-    """Find the symmetric matrices [..., n, n] of a graph.
-
-    Args:
-        graph: the graph.
-        leaves: names of the placeholders that are symmetric.
-
-    Returns:
-        The proof for each node that is proved symmetric.
-    """
+    """Find the symmetric matrices [..., n, n] of a graph."""
     known: SymmetricValues = {}
     for node in graph.nodes:
         shape = shape_of(node)
@@ -84,15 +76,7 @@ def symmetric_values(graph: fx.Graph, leaves: Collection[str] = ()) -> Symmetric
 
 
 def symmetric_leaves(variants: Sequence[Placed], candidates: Collection[str]) -> frozenset[str]:
-    """Find the leaves of the owner's state that every variant of a step keeps symmetric.
-
-    Args:
-        variants: all variants of one step, cut for one kind of layout.
-        candidates: names of the leaves that are symmetric before the step.
-
-    Returns:
-        The candidates that stay symmetric.
-    """
+    """Find the leaves of the owner's state that every variant of a step keeps symmetric."""
     names = set(candidates)
     while True:
         lost = {name for cut in variants for name in names if not keeps(cut, name, names)}
@@ -132,10 +116,6 @@ def proof(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
 
 def together(node: fx.Node, proofs: Sequence[Symmetric | None]) -> Symmetric | None:
     """Prove that a sum of symmetric matrices, or a product of such that commute, is symmetric.
-
-    Args:
-        node: the sum or product.
-        proofs: the proof for each operand.
 
     Returns:
         The proof, with `node` as its own generator if the operands have several. None if an operand has no proof.
@@ -183,11 +163,7 @@ def transposed(p: fx.Node, q: fx.Node, known: Mapping[fx.Node, Symmetric]) -> bo
 
 
 def columns_scaled(node: fx.Node, by_column: bool) -> list[fx.Node]:
-    """Read an elementwise product as a matrix whose columns or rows are scaled.
-
-    Returns:
-        Every V for which the node is V diag(w) or, if not `by_column`, diag(w) V.
-    """
+    """Read an elementwise product as a matrix whose columns or rows are scaled."""
     if node.target is not aten.mul.Tensor:
         return []
     broadcast = -2 if by_column else -1  # w has size 1 in this dim

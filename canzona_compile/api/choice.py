@@ -33,7 +33,6 @@ class Row:
         name: without what DDP, torch.compile and activation checkpointing put into it.
         shape: of the whole parameter, also where a rank holds a fragment.
         kind: "matrix", "other", or "frozen" if it is not trained.
-        why: the reason.
     """
 
     name: str

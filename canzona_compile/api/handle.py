@@ -237,15 +237,7 @@ class PlacedModule(nn.Module):
             self.add_module(part, graph_module(graph, f"{name}_{part}"))
 
     def print_readable(self, print_output: bool = True, **options: Any) -> str:
-        """The code of all three, as `torch.fx.GraphModule.print_readable`.
-
-        Args:
-            print_output: whether to print it as well.
-            options: of `print_readable`.
-
-        Returns:
-            The code.
-        """
+        """The code of all three, as `torch.fx.GraphModule.print_readable`."""
         text = "\n".join(
             module.print_readable(print_output=False, **options)
             for module in self.children()

@@ -90,19 +90,7 @@ def plain_muon_adamw(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
 ) -> Chain:
-    """Make the chain that `muon_adamw` wraps.
-
-    Args:
-        matrices: what Muon trains: parameters, or pairs of a name and a parameter.
-        others: what AdamW trains. If it is empty, the chain has no AdamW.
-        lr: as in `muon_adamw`.
-        weight_decay: as in `muon_adamw`.
-        muon: as in `muon_adamw`.
-        adamw: as in `muon_adamw`.
-
-    Returns:
-        The chain, not wrapped.
-    """
+    """Make the chain that `muon_adamw` wraps."""
     common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     parts: list[Optimizer] = [Muon(list(matrices), **{**common, "adjust_lr_fn": "match_rms_adamw", **(muon or {})})]
     if others:

@@ -45,9 +45,7 @@ class Site:
     """A place of a parameter in a model. A tied parameter has several.
 
     Attributes:
-        name: the parameter's canonical name at this place.
         path: the module that it belongs to; for a part of an adapter, the layer that is adapted.
-        leaf: its own name in that module.
     """
 
     name: str

@@ -86,8 +86,6 @@ def show(given: Any, members: Sequence[Any], chain: Chain | None) -> None:
     """Give a chain, and an object around it or around optimizers, the handle of what is wrapped.
 
     Args:
-        given: what `wrap` or `zero1` got.
-        members: the wrapped optimizers.
         chain: the chain that `given` is or holds; None if it is none and holds none.
     """
     if chain is not None:
@@ -102,11 +100,7 @@ def show(given: Any, members: Sequence[Any], chain: Chain | None) -> None:
 
 
 def check_same(optimizer: Optimizer, options: Options) -> bool:
-    """Tell whether a wrapped optimizer can go on stepping; it has to have these options then.
-
-    Raises:
-        CanzonaError: it has other ones.
-    """
+    """Tell whether a wrapped optimizer can go on stepping; it has to have these options then."""
     session = optimizer.canzona.session  # type: ignore[attr-defined]
     if session.lost:
         return False
@@ -125,13 +119,7 @@ def check_same(optimizer: Optimizer, options: Options) -> bool:
 
 
 def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> None:
-    """Wrap an optimizer that is not a chain. One that is wrapped stays as it is, if it can step.
-
-    Args:
-        optimizer: the optimizer.
-        options: of `wrap`.
-        kind: of its handle.
-    """
+    """Wrap an optimizer that is not a chain. One that is wrapped stays as it is, if it can step."""
     if is_wrapped(optimizer):
         if not optimizer.canzona.session.lost:  # type: ignore[attr-defined]
             return
@@ -143,11 +131,7 @@ def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> Non
 
 
 def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module | None) -> list[Options]:
-    """The options of each of several optimizers: the patterns that fit its parameters, and names of its own.
-
-    Raises:
-        CanzonaError: a pattern fits no parameter of any optimizer, or the model lacks a parameter.
-    """
+    """The options of each of several optimizers: the patterns that fit its parameters, and names of its own."""
     if options.one_per_matrix is not None and len(members) > 1:
         raise CanzonaError(
             "one_per_matrix= makes objects of one class, but there are several optimizers",
@@ -184,16 +168,9 @@ def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module 
 def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
     """Find the names that a model gives to the optimizer's parameters.
 
-    Args:
-        model: the model.
-        optimizer: the optimizer.
-
     Returns:
         For each parameter group, the canonical names of its parameters in order. They are kept by position and not
         by parameter, because frameworks replace parameters later.
-
-    Raises:
-        CanzonaError: the model lacks one of the parameters.
     """
     known = {id(param): name for name, param in canonical_params(model).items()}
     for g, group in enumerate(optimizer.param_groups):

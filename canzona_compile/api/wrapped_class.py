@@ -30,11 +30,7 @@ def is_wrapped(optimizer: object) -> bool:
 
 
 def check_wrappable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step cannot be replaced.
-
-    Raises:
-        CanzonaError: its step is hidden, evaluates its closure several times, or communicates by itself.
-    """
+    """Refuse an optimizer whose step cannot be replaced."""
     kind = type(optimizer)
     check_step_signature(kind)
     if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy forwards `hasattr` to its inner optimizer
@@ -154,11 +150,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
 
 def check_call(plain: type[Optimizer], closure: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise unless a step is called with a closure at most.
-
-    Raises:
-        UnsupportedOptimizer: it is called with something else, which the steps of single parameters do not get.
-    """
+    """Raise unless a step is called with a closure at most."""
     problem = ""
     if args or kwargs:
         given = ", ".join(["a further argument", *kwargs][not args :])

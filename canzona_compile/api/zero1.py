@@ -134,11 +134,7 @@ def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> N
 def trained_params(
     model: nn.Module, optimizers: Sequence[Optimizer], given: GivenLayout | None, ranks: Sequence[int]
 ) -> tuple[dict[str, nn.Parameter], list[DeviceMesh]]:
-    """Find the parameters that the optimizers train, by canonical name, and the meshes over which they are sharded.
-
-    Raises:
-        CanzonaError: there are none, or one of them cannot be trained so.
-    """
+    """Find the parameters that the optimizers train, by canonical name, and the meshes over which they are sharded."""
     trained = {id(p) for own in optimizers for g in own.param_groups for p in g["params"] if p.requires_grad}
     params = {name: p for name, p in canonical_params(model).items() if id(p) in trained}
     check_params(model, params)
@@ -155,9 +151,6 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
 
     Returns:
         The groups, and the global ranks that own shards together, in the order of their group.
-
-    Raises:
-        CanzonaError: the mesh has more than two dims, or this rank is not part of it.
     """
     if isinstance(mesh, ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(mesh))
@@ -192,9 +185,7 @@ def every_rank(mesh: DeviceMesh | ProcessGroup, others: Sequence[DeviceMesh], gr
     """The global ranks whose collectives depend on one another. This is a collective of the data-parallel ranks.
 
     Args:
-        mesh: the data-parallel ranks.
         others: the meshes over which parameters are sharded. A norm is a sum over these, too.
-        group: the process groups of `mesh`.
 
     Returns:
         Those over which gradients are reduced, and all that share a parameter with one of them.

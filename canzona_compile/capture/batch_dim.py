@@ -55,7 +55,6 @@ def follow(node: fx.Node, batch: dict[fx.Node, int | None]) -> int | None:
     """Find the batch dimension of a node's result.
 
     Args:
-        node: a call with at least one operand that has a batch dimension.
         batch: the batch dimension of every earlier value; None for a value that has none.
 
     Returns:
@@ -111,7 +110,6 @@ def viewed(before: Sequence[int], place: int, after: Sequence[int]) -> int | Non
 
     Args:
         before: the shape of its operand.
-        place: the batch dimension of its operand.
         after: the shape of the view.
 
     Returns:
@@ -128,11 +126,6 @@ def viewed(before: Sequence[int], place: int, after: Sequence[int]) -> int | Non
 
 def reduced(node: fx.Node, place: int, ndim: int) -> int | None:
     """Find the batch dimension of the result of a reduction.
-
-    Args:
-        node: the reduction.
-        place: the batch dimension of its operand.
-        ndim: the number of dimensions of its operand.
 
     Returns:
         The index of the dimension in the result; None if the reduction covers it.

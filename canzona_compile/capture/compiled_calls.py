@@ -43,12 +43,7 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class CompiledFunction(NamedTuple):
-    """A function that `torch.compile` returned, and where the user keeps it.
-
-    Attributes:
-        name: the module and the name in it.
-        function: the function.
-    """
+    """A function that `torch.compile` returned, and where the user keeps it."""
 
     name: str
     function: Any
@@ -68,7 +63,6 @@ def watched_calls(begin: Callable[[FrameType], None], end: Callable[[Any, bool],
     """Inside this context, learn of calls of functions that `torch.compile` returned. Both functions must not raise.
 
     Args:
-        begin: gets the frame of each call that is not inside of another one.
         end: gets what that call returned, and whether it returned at all; if not, it raised.
     """
     before: Any = sys.getprofile()
@@ -101,9 +95,6 @@ def compiled_function(frame: FrameType) -> CompiledFunction | None:
 
     The frame of a call does not hold the function itself. A new one, of the same function, would compile apart from it.
 
-    Args:
-        frame: the frame of its call.
-
     Returns:
         The function; None if the module has no name for it.
     """
@@ -134,7 +125,6 @@ class CompiledEntry:
     """Stands in a path where a compiled function is entered. Its arguments are the leaves of the function's arguments.
 
     Attributes:
-        called: the function.
         form: the containers of its positional and keyword arguments.
     """
 
@@ -207,9 +197,6 @@ class CompiledPart:
     """The call of a compiled function in a path.
 
     Attributes:
-        target: what the node of the graph calls.
-        leaves: the leaves of its arguments.
-        tensors: the distinct tensors among them.
         new: the tensors that it returns, as far as they are not among these.
         made: inputs of the graph that is traced, in the place of what the call gives.
         given: outputs of that graph, by the leaves that they are; leaves that are constants have none.
@@ -234,13 +221,7 @@ class CompiledPart:
             graph.stands_for(node, tensor)
 
     def write(self, graph: RecordedGraph, call: RecordedCall, numbers: Mapping[int, fx.Node]) -> None:
-        """Write copies of what the call is given, and what it writes.
-
-        Args:
-            graph: the graph, with the calls before this one.
-            call: the entry.
-            numbers: nodes for some of its numbers, by place among these.
-        """
+        """Write copies of what the call is given, and what it writes."""
         copies = {id(tensor): graph.copy(tensor) for tensor in self.tensors}
         self.given = {i: copies[id(leaf)] for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.given |= {call.numbers[place]: node for place, node in numbers.items()}
@@ -260,15 +241,7 @@ def own_calls(calls: Sequence[RecordedCall]) -> Iterator[int]:
 
 
 def part_at(calls: Sequence[RecordedCall], begin: int) -> CompiledPart:
-    """Describe the call of a compiled function.
-
-    Args:
-        calls: the calls of a path.
-        begin: the index of its entry.
-
-    Raises:
-        Untraceable: it takes no tensors, uses others than these, or returns a view.
-    """
+    """Describe the call of a compiled function."""
     entry = calls[begin]
     end = next(i for i in range(begin, len(calls)) if calls[i].func is EXIT)
     inner, returned, name = calls[begin + 1 : end], calls[end].leaves, entry.func.called.name
@@ -307,11 +280,7 @@ def written_by(calls: Sequence[RecordedCall], tensors: Sequence[Tensor], name: s
 
 
 def fresh_results(returned: Sequence[Tensor], tensors: Sequence[Tensor], name: str) -> tuple[int, ...]:
-    """Find which of the returned tensors are new; the others are arguments themselves, or returned twice.
-
-    Raises:
-        Untraceable: one is a view of another one, or of an argument.
-    """
+    """Find which of the returned tensors are new; the others are arguments themselves, or returned twice."""
     distinct = {id(tensor): tensor for tensor in tensors}
     found = []
     for i, tensor in enumerate(returned):
@@ -325,11 +294,7 @@ def fresh_results(returned: Sequence[Tensor], tensors: Sequence[Tensor], name: s
 
 
 def body_of(calls: Sequence[RecordedCall], tensors: Sequence[Tensor], new: Sequence[Tensor], name: str) -> fx.Graph:
-    """Write what a compiled function calls as written.
-
-    Raises:
-        Untraceable: it reads a tensor that is not among its arguments, or returns one.
-    """
+    """Write what a compiled function calls as written."""
     body = RecordedGraph(f"its step calls the compiled function {name}, which uses a tensor that it is not given")
     for i, tensor in enumerate(tensors):
         body.stands_for(body.input(f"t{i}"), tensor)
@@ -345,9 +310,6 @@ def with_compiled_calls(graph: fx.Graph, parts: Sequence[CompiledPart], returned
     Args:
         graph: a graph whose last inputs are what these calls give, in order. Its outputs are some that stay, what the
             calls are given, and the final values of all inputs.
-        parts: the calls, in order.
-        returned: the number of outputs that stay.
-        inputs: the number of inputs that stay.
 
     Returns:
         A graph with the inputs and the outputs that stay, and the final values of these inputs.

@@ -52,12 +52,8 @@ class TracedPath:
     """The graphs of one path through the step. Their inputs are the tensors that it reads, then its numbers.
 
     Attributes:
-        calls: its calls.
         inputs: the numbers that are inputs of its graphs, by place.
-        names: their names.
         returned: the tensors that the step puts in the place of others.
-        tensors: the twin's tensors that its calls read.
-        variants: its graphs, which differ in constants.
         own: the indices of the calls that the step itself makes, see `own_calls`.
     """
 
@@ -205,7 +201,6 @@ def recorded_module(path: TracedPath, parts: Mapping[int, CompiledPart]) -> fx.G
     """Write the calls of a path as a graph, in order and with their writes.
 
     Args:
-        path: the path.
         parts: its calls of compiled functions, by index. What they give are the last inputs of the graph, and what they
             are given are its last outputs, see `with_compiled_calls`.
     """
@@ -233,10 +228,6 @@ def recorded_module(path: TracedPath, parts: Mapping[int, CompiledPart]) -> fx.G
 
 def give_precisions(graph: fx.Graph, calls: Iterable[RecordedCall]) -> str:
     """Make the products of a graph compute in the float32 matmul precisions that the step sets for them.
-
-    Args:
-        graph: the graph.
-        calls: the calls that it was made of.
 
     Returns:
         The precision, if it is one for all; the graph then stays as it is. Empty if the step sets none or several.

@@ -70,16 +70,7 @@ def set_up_trace(_args: Any) -> None:
 
 
 def compiled(step: StepFunction, backend: Callable[..., Any], unbroken: bool = False) -> StepFunction:
-    """Compile the step function of an optimizer class, apart from the compiles of the user.
-
-    Args:
-        step: the step function, which takes an optimizer.
-        backend: a backend as `torch.compile` takes it.
-        unbroken: whether it is an error if the step breaks into several graphs.
-
-    Returns:
-        The compiled step, to be called within `as_recorder`.
-    """
+    """Compile the step function of an optimizer class, apart from the compiles of the user."""
     options: dict[str, str | int | bool | Callable[..., Any]] = {"guard_filter_fn": without_guards_on_power}
     with without_extras():
         return torch.compile(

@@ -67,8 +67,6 @@ class EagerParity:
         `LARGEST` elements.
 
         Args:
-            recorder: the recorder that captured the graph.
-            template: the template with the graph.
             moment: what the code sees on the step besides tensors. Its counters lead to the template's variant.
         """
         foreach = "foreach" in moment.group and not is_torch_s_own(self.optimizer)
@@ -87,14 +85,6 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     """Run one step of a random matrix by graph and eagerly, and compare every leaf that the step writes.
 
     The step is the one after the first step. Every rank does the same on the same numbers, so all get the same result.
-
-    Args:
-        optimizer: the optimizer.
-        template, recorder, moment: as for `EagerParity.holds`.
-        seed: that of the random numbers.
-
-    Returns:
-        Whether all bits are equal.
     """
     (group, counters, elsewhere), spec = moment, recorder.spec
     generator = torch.Generator().manual_seed(seed)

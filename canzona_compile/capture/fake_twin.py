@@ -51,12 +51,9 @@ class FakeTwin:
 
     Attributes:
         spec: the shape, the dtypes and the device of the parameters.
-        params: the parameters.
         param: the first one of them, whose state the methods are about.
         twin: the optimizer that steps them in place of the real one.
         first_leaves: the leaves of the state that the first step left.
-        structure: the containers of that state.
-        paths: where in the state its leaves are.
         counts: the numbers that the first step changed outside of the state.
         calls_compiled: whether the first step called functions that users compiled.
         note: gets the errors that steps meet, as their code may catch them.
@@ -73,15 +70,8 @@ class FakeTwin:
         """Make the twin, and take its first step.
 
         Args:
-            optimizer: the optimizer.
             like: what its parameters are like. Without state they keep the state that the first step leaves.
             with_numbers: whether numbers that are read of tensors can be computed with, though they have no values.
-            specs: those of its parameters; none for one parameter like `like`.
-            mode: sees the operators of the first step.
-
-        Raises:
-            Untraceable: the step needs values.
-            UnsupportedOptimizer: the optimizer communicates by itself, or keeps statistics outside of its state.
         """
         self.note, self.spec = Note(), like.spec
         self.mode = NotingFakeMode(self.note, shape_env=NotingShapeEnv(self.note) if with_numbers else None)
@@ -101,17 +91,7 @@ class FakeTwin:
     # -- steps -------------------------------------------------------------------------------------------
 
     def attempt(self, step: Callable[[], Any], problem: str = NEEDS_VALUES) -> None:
-        """Take a step. An error voids the recording, also one that only the recording has and the step's code catches.
-
-        Args:
-            step: takes it.
-            problem: what it means that the step fails.
-
-        Raises:
-            Swallowed: the code caught an error, and the step has ended without one.
-            Untraceable: the step failed.
-            UnsupportedOptimizer: the step was refused.
-        """
+        """Take a step. An error voids the recording, also one of the recording alone that the step catches."""
         try:
             with self.note.read():
                 step()
@@ -144,11 +124,7 @@ class FakeTwin:
     # -- numbers and attributes --------------------------------------------------------------------------
 
     def set_numbers(self, group: Mapping[str, Any], counts: Counts | None = None) -> dict[str, Any]:
-        """Give the twin hyperparameters and counters for its next step, and return them as it sees them.
-
-        Raises:
-            Untraceable: a number is a tensor by now, or a tensor has another form, for which another twin is needed.
-        """
+        """Give the twin hyperparameters and counters for its next step, and return them as it sees them."""
         give_counts(self.twin, counts or {}, self.counts)
         own, group = self.twin.param_groups[0], one_by_one(group)
         for counter in own.keys() - group.keys() - {"params"}:  # the twin's last step made these
@@ -207,17 +183,7 @@ class FakeTwin:
         return [(value, source) for value, source in known if isinstance(value, Tensor)]
 
     def replaced(self, before: Mapping[str, Any]) -> list[Replaced]:
-        """Find the state tensors that the twin's step put in place of others.
-
-        Args:
-            before: the leaves of the state before the step.
-
-        Returns:
-            The name of each leaf, the tensor before and the tensor now.
-
-        Raises:
-            Untraceable: the state is of another form now.
-        """
+        """Find the state tensors that the twin's step put in place of others."""
         now = self.leaves()
         if before.keys() != now.keys():
             raise Untraceable(f"its step changes what its state holds: {sorted(before.keys() ^ now.keys())}")

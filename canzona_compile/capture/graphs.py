@@ -28,9 +28,6 @@ class RecordedGraph:
 
     Args:
         foreign: why calls cannot be written that read a tensor which is neither an input nor computed by calls before.
-
-    Attributes:
-        graph: the graph.
     """
 
     def __init__(self, foreign: str) -> None:
@@ -47,11 +44,7 @@ class RecordedGraph:
         self._nodes.setdefault(id(tensor), node)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """Return the node that gives a tensor.
-
-        Raises:
-            Untraceable: there is none.
-        """
+        """Return the node that gives a tensor."""
         if id(tensor) not in self._nodes:
             raise Untraceable(self._foreign)
         return self._nodes[id(tensor)]
@@ -61,15 +54,7 @@ class RecordedGraph:
         return id(tensor) in self._nodes
 
     def call(self, call: RecordedCall, numbers: Mapping[int, fx.Node]) -> None:
-        """Write a call.
-
-        Args:
-            call: the call.
-            numbers: nodes for some of its numbers, by place among these. Others are constants.
-
-        Raises:
-            Untraceable: it reads a tensor that has no node.
-        """
+        """Write a call."""
         if call.func is torch.ops.aten.lift_fresh.default and is_constant(call.leaves[0]):
             constant = call.leaves[0]
             number = numbers.get(0, number_in(constant))
@@ -128,11 +113,7 @@ def functional(
     """Trace a functional form of a graph.
 
     Args:
-        gm: Dynamo's graph, or one of recorded calls.
-        static: tensors that the graph reads as attributes, by attribute name.
-        inputs: one per placeholder: a tensor to imitate, or a number.
         values: the present values of the scalar placeholders (0-d float64 tensors), by position.
-        bake: positions of scalars that had to be constants in a similar graph.
 
     Returns:
         A graph over placeholders [*static, *inputs], whose output is a flat tuple: the outputs of `gm`

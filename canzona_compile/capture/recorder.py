@@ -34,7 +34,6 @@ class StepRecorder(FakeTwin, ABC):
 
     Attributes:
         with_numbers: whether numbers that are read of tensors can be computed with, see `FakeTwin`.
-        way: how it captures, for reports.
         why: why it captures in this way and not in the one before; empty if there is none before.
         reads_counters: whether graphs compute with hyperparameters and counters, and not with numbers that the step has
             computed of these.
@@ -52,14 +51,7 @@ class StepRecorder(FakeTwin, ABC):
         """Capture the step now.
 
         Args:
-            optimizer: the optimizer, of which a twin is made.
-            like: the parameter. Without state it takes the state that the first step leaves.
             bake: the names of scalars that graphs must hold as constants. This adds the names that it finds.
-            why: why it is not captured in the way before.
-
-        Raises:
-            Untraceable: the step cannot be captured.
-            UnsupportedOptimizer: the optimizer communicates by itself, or keeps statistics outside of its state.
         """
         super().__init__(optimizer, like, self.with_numbers)
         self.why, self.bake = why, bake
@@ -82,18 +74,10 @@ class StepRecorder(FakeTwin, ABC):
 
     @abstractmethod
     def ask(self) -> Answer:
-        """Let the twin step, and find out what its code did.
-
-        Raises:
-            Untraceable: the step takes a path that cannot be captured.
-        """
+        """Let the twin step, and find out what its code did."""
 
     def check_swallowed(self) -> None:
-        """Raise if the step catches an error that only fake tensors have, where `ask` does not see that.
-
-        Raises:
-            Swallowed: it does.
-        """
+        """Raise if the step catches an error that only fake tensors have, where `ask` does not see that."""
 
     # -- questions ---------------------------------------------------------------------------
 
@@ -103,18 +87,7 @@ class StepRecorder(FakeTwin, ABC):
         return nullcontext()
 
     def take(self, moment: StepInputs, group_counters: Collection[str]) -> tuple[Variant, StepInputs]:
-        """Find out what the step does at a moment.
-
-        Args:
-            moment: what the code sees on the step besides tensors.
-            group_counters: the keys of the parameter group in which the step counts.
-
-        Returns:
-            The variant that the step takes, and the moment of the step after that.
-
-        Raises:
-            Untraceable: the step takes a path that cannot be captured.
-        """
+        """Find out what the step does at a moment."""
         group, counters, elsewhere = moment
         self.put(counters)
         variant, _ = self.consult(group, elsewhere)
@@ -124,18 +97,7 @@ class StepRecorder(FakeTwin, ABC):
         return variant, StepInputs(here, self.counters(), own)
 
     def consult(self, group: Mapping[str, Any], counts: Counts | None = None) -> tuple[Variant, Scalars]:
-        """Find out what the step does with the present hyperparameters. Counters in the state advance on the twin.
-
-        Args:
-            group: the parameter group.
-            counts: the numbers that the optimizer keeps elsewhere, see `surroundings`.
-
-        Returns:
-            The variant that the step takes, and the values of its scalars by name.
-
-        Raises:
-            Untraceable: the step takes a path that cannot be captured.
-        """
+        """Find out what the step does with the present hyperparameters. Counters in the state advance on the twin."""
         group = self.set_numbers(group, counts)
         before = self.leaves()
         try:
@@ -155,15 +117,7 @@ class StepRecorder(FakeTwin, ABC):
         return variant, {**scalars, **{name: value for name, value in real.items() if name in {*scalars, *read}}}
 
     def check_errors(self, variant: Variant, before: TwinMoment) -> None:
-        """Raise if the step catches the error of an operator, because a graph has no such branch.
-
-        Args:
-            variant: the graph of the step that the twin has just taken.
-            before: what the twin held before it.
-
-        Raises:
-            Untraceable: the step goes on when an operator fails.
-        """
+        """Raise if the step catches the error of an operator, because a graph has no such branch."""
         now = self.moment()
         self.restore(before)
         self.check_swallowed()
@@ -182,16 +136,7 @@ class StepRecorder(FakeTwin, ABC):
     # -- graphs ------------------------------------------------------------------------------
 
     def variant_for(self, known: list[Variant], values: Mapping[int, Any], make: Callable[[], Variant]) -> Variant:
-        """Find a graph whose constants are the present numbers; make it if there is none.
-
-        Args:
-            known: graphs that differ in constants only. This adds the one that is made.
-            values: the numbers, by the position of their input.
-            make: makes it.
-
-        Raises:
-            Untraceable: there are too many of them.
-        """
+        """Find a graph whose constants are the present numbers; make it if there is none."""
         for variant in known:
             if all(values[i] == value for i, value in variant.baked.items()):
                 return variant
@@ -211,14 +156,7 @@ class StepRecorder(FakeTwin, ABC):
         values: Mapping[int, Any],
         names: Sequence[str],
     ) -> tuple[fx.Graph, dict[int, float]]:
-        """Make the functional graph of what was recorded; arguments and result are those of `functional`.
-
-        Args:
-            names: those of the inputs.
-
-        Raises:
-            Untraceable: the graph has tensors as constants.
-        """
+        """Make the functional graph of what was recorded; arguments and result are those of `functional`."""
         graph, baked = functional(
             module, static, inputs, values, [i for i, name in enumerate(names) if name in self.bake]
         )

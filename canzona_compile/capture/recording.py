@@ -57,15 +57,10 @@ class RecordedCall:
     Attributes:
         func: the operator; None for the root of the tree. Entries and exits of compiled functions stand there as well,
             see `compiled_calls`.
-        args, kwargs: its arguments.
-        leaves: the same without lists around them.
         numbers: the positions among the leaves of numbers, which may differ from step to step.
-        first: the numbers when it was recorded.
         varying: the positions in `numbers` of those that did differ.
-        result: what it returns: a fake tensor, or several.
         line: the line of the optimizer that calls it; 0 if unknown.
         precision: the float32 matmul precision that the step has set for this call; empty if it has set none.
-        next: the calls that were seen after it.
     """
 
     func: Any = None
@@ -100,12 +95,7 @@ class RecordedCall:
 
 @dataclass(slots=True)
 class CallPath:
-    """One way through the step.
-
-    Attributes:
-        calls: its calls, in order.
-        numbers: the numbers of each call on this step.
-    """
+    """One way through the step."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     numbers: list[NumberList] = field(default_factory=list)
@@ -120,17 +110,7 @@ class CallPath:
 
 
 class CallRecorder(NoCollectives):
-    """Inside this mode, a step of a twin walks through the tree of calls. It must be inside the twin's fake mode.
-
-    Args:
-        root: the root of the tree.
-        note: gets what the mode raises.
-
-    Attributes:
-        walk: the calls so far.
-        here: the last one of them.
-        ambient: the settings of torch when the mode was made.
-    """
+    """Inside this mode, a step of a twin walks through the tree of calls. It must be inside the twin's fake mode."""
 
     def __init__(self, root: RecordedCall, note: Note) -> None:
         super().__init__()
@@ -210,11 +190,6 @@ def flat_kinds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], floati
 
     These are the floats, the integers for which an operator on floats takes any number, and what `torch.tensor` makes
     of a number. Other integers are shapes and dims, or decide about dtypes.
-
-    Args:
-        func: the operator.
-        args, kwargs: its arguments.
-        floating: whether all tensors that it reads and returns hold floats.
     """
     declared = {argument.name: argument.type for argument in func._schema.arguments}
     kinds = [*list(declared.values())[: len(args)], *(declared[name] for name in kwargs)]

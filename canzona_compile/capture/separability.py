@@ -44,15 +44,11 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
     what creates state may look at all parameters, to see how many there are.
 
     Args:
-        optimizer: the optimizer.
         like: one of the parameters. There is another one like it, and others of its group.
         counters: what a rehearsal saw the step count outside of the state of parameters; None without a rehearsal.
 
     Returns:
         Whether the step could be followed. If not, only a rehearsal shows whether parameters are independent.
-
-    Raises:
-        UnsupportedOptimizer: the parameters depend on one another, or the step changes what lies outside.
     """
     kind = plain_class(optimizer).__name__
     specs = sorted([like.spec, like.spec, *others_of(like)], key=lambda spec: -math.prod(spec.shape))
@@ -101,9 +97,6 @@ def labelled(
     """Take two steps of such parameters, the second one with labels. None if they need values.
 
     Args:
-        optimizer: the optimizer.
-        like: the parameter whose group they are in.
-        specs: what they are like.
         source: the one of which other numbers are read than of the rest; None for none.
     """
     labels = Labels(source)

@@ -23,11 +23,7 @@ DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @uninterrupted
 def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> dict[str, Tensor]:
-    """Take a step with a whole parameter of this kind, drop it, and return the tensors of its state by name.
-
-    Returns:
-        Nothing if the step fails.
-    """
+    """Take a step with a whole parameter of this kind, drop it, and return the tensors of its state by name."""
     random = torch.Generator().manual_seed(0)
     like = spec.parameter(lambda dtype: torch.randn(spec.shape, generator=random, device="cpu").to(spec.device, dtype))
     twin = make_twin(optimizer, group, [like])
@@ -45,8 +41,6 @@ def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor)
     """Try two steps on a copy of a parameter and drop the copy. This is no collective if the work is elementwise.
 
     Args:
-        optimizer: the optimizer.
-        group: the parameter group.
         param: the parameter. The copy has the same fragments, because rules may depend on whether all have equal sizes.
 
     Returns:

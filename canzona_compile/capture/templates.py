@@ -82,9 +82,6 @@ class Capture:
         Args:
             like: the parameter. State that differs from what a first step leaves makes another kind. It may have been
                 loaded, or hyperparameters that decide about it changed since.
-
-        Raises:
-            UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
         """
         state = like.state
         key: KindKey = (like.spec, signature(like.group, self.group_counters()))
@@ -128,11 +125,7 @@ class Capture:
         return kind
 
     def check_rehearsed(self, name: str) -> None:
-        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows.
-
-        Raises:
-            UnsupportedOptimizer: steps draw random numbers, so that runs cannot be compared.
-        """
+        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows."""
         if self.rehearse().draws:
             raise UnsupportedOptimizer(
                 f"{plain_class(self.optimizer).__name__} draws random numbers in code that cannot be traced, so "
@@ -143,14 +136,7 @@ class Capture:
 
     @uninterrupted
     def rehearse(self, names: NamesByGroup = ()) -> Habits:
-        """Rehearse the optimizer, once for the groups and parameters that it has now.
-
-        Args:
-            names: those of its parameters by group, for errors.
-
-        Raises:
-            UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
-        """
+        """Rehearse the optimizer, once for the groups and parameters that it has now."""
         self.watch.begin(self._counting())
         if self.maker is not None:  # each matrix steps alone
             return Habits()
@@ -193,9 +179,6 @@ class Capture:
         Returns:
             Whether the optimizer runs in another way, or has other habits, so that all is to be captured and planned
             anew.
-
-        Raises:
-            UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
         """
         moved, rehearse_again = self.watch.changes(self._counting())
         self.watch.check_followed(self.maker is not None)
@@ -226,11 +209,7 @@ class Capture:
 
     @uninterrupted
     def check_closure(self) -> None:
-        """Raise unless `step(closure)` may call the closure before all else.
-
-        Raises:
-            UnsupportedOptimizer: the optimizer calls it later, or several times, or looks at the loss.
-        """
+        """Raise unless `step(closure)` may call the closure before all else."""
         if self._closure is None:
             self._closure = closure_problem(self.optimizer)
         if self._closure:
@@ -248,12 +227,7 @@ class Capture:
         return counts_elsewhere(self.optimizer, self.counts)
 
     def _capture(self, like: ParamExample, failed: str = "") -> ParamKind:
-        """Capture a kind in the first way that can; without one its steps are interpreted.
-
-        Args:
-            like: the parameter.
-            failed: why Dynamo cannot; empty if that is not known yet.
-        """
+        """Capture a kind in the first way that can; without one its steps are interpreted."""
         if not failed and any(habits.reads_variables for habits in self._rehearsals.values()):
             failed = READS_VARIABLES
         reasons = [failed] if failed else []
@@ -319,11 +293,7 @@ class Capture:
         return {**leaves, **elsewhere, **own}
 
     def _learn(self, kind: ParamKind, moment: StepInputs) -> tuple[Template, StepInputs]:
-        """Add the template of the variant that the code takes at this moment.
-
-        Returns:
-            It, and the moment of the step after that.
-        """
+        """Add the template of the variant that the code takes at this moment."""
         recorder = kind.recorder
         assert recorder is not None
         variant, after = recorder.take(moment, self.group_counters())

@@ -26,8 +26,6 @@ class StepInputs(NamedTuple):
     """What the optimizer's code sees on a step of one parameter besides tensors.
 
     Attributes:
-        group: the parameter group.
-        counters: the Python leaves of the parameter's state.
         elsewhere: the numbers that the optimizer keeps outside of parameter groups and of the state of parameters.
     """
 
@@ -41,8 +39,6 @@ class Variant:
     """One captured graph of the step.
 
     Attributes:
-        graph: the functional graph.
-        sources: what each placeholder stands for.
         results: by source, the position of its new value in the output tuple. A source that the step does not write
             keeps its value. A state tensor that the step replaces without reading it appears here only.
         baked: by position of a scalar input, the value that the graph holds as a constant.
@@ -64,12 +60,7 @@ class Variant:
         baked: Mapping[int, float],
         precision: str = "",
     ) -> Variant:
-        """Make the variant of a graph whose outputs are what it returns, and then the final values of its inputs.
-
-        Args:
-            graph, sources, baked, precision: as above.
-            returned: the number of the first outputs.
-        """
+        """Make the variant of a graph whose outputs are what it returns, and then the final values of its inputs."""
         results = {source: returned + i for i, source in enumerate(sources)}
         return cls(graph, tuple(sources), results, baked, precision)
 
@@ -78,8 +69,6 @@ class Answer(NamedTuple):
     """What a recorder found out about one step.
 
     Attributes:
-        variant: the variant that the step takes.
-        scalars: the values of its scalars, by name.
         returned: what the graph computes beside new values of its inputs, in the order of its first outputs.
     """
 

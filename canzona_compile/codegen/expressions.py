@@ -29,8 +29,6 @@ class Expressions:
 
     Attributes:
         loads: the tensors that the graph reads, under the names of their nodes.
-        numbers: the numbers that the graph reads.
-        lines: one assignment per operator, in order.
         results: for every result, the name of its value and the dtype to which it is rounded.
     """
 
@@ -41,11 +39,7 @@ class Expressions:
 
 
 def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
-    """The expressions that copy a tensor and cast it from dtype `source` to dtype `target`.
-
-    Raises:
-        Unsupported: generated kernels do not support one of the dtypes (complex numbers, for example).
-    """
+    """The expressions that copy a tensor and cast it from dtype `source` to dtype `target`."""
     for dtype in (source, target):
         check(dtype)
     lines = () if source == target else (Assignment("result", converted("{value}", source, target)),)
@@ -59,11 +53,7 @@ def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Express
 
     Args:
         graph: a graph whose values have the shape `shape` or broadcast to it.
-        wanted: positions of the results among the outputs of the graph.
         shape: the shape of the whole matrix.
-
-    Raises:
-        Unsupported: a node has no Triton line that gives the bits of ATen, or a result does not have this shape.
     """
     found = outputs(graph)
     builder = Builder(shape)
@@ -89,11 +79,7 @@ def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Express
 
 
 def add(builder: Builder, node: fx.Node) -> None:
-    """Add the line of a node to `builder`. A number has no line, because the host computes it.
-
-    Raises:
-        Unsupported: there is no Triton line for the operator or the dtype.
-    """
+    """Add the line of a node to `builder`. A number has no line, because the host computes it."""
     value = tensor_value(node)
     if value is None:
         return

@@ -71,13 +71,7 @@ class GroupedKernel(torch.nn.Module):
     the i-th entries of all lists belong to one fragment. Addresses and numbers lie in `StepWords`, of which a call
     sends what differs from the call before it. The host never waits for the device.
 
-    Args:
-        title: the first line of the source.
-        programs: the programs that the kernel can run, without duplicates.
-        parts: for each argument of a call, the index of its program.
-
     Attributes:
-        launches: how often the kernel was launched.
         uploads: how often the table was sent to the device.
         table: how the operands of the last call lie; None before the first one.
         words: addresses and numbers, those of this kernel alone or also those of others; None before the first call.
@@ -121,13 +115,7 @@ class GroupedKernel(torch.nn.Module):
         return even(self.table.numbers), even(len(self.table.segments) * self.table.operands)
 
     def attach(self, words: StepWords, numbers: int, addresses: int) -> None:
-        """Keep numbers and addresses in some words from now on, with what they are.
-
-        Args:
-            words: where they will be.
-            numbers: the first word of the numbers.
-            addresses: the first word of the addresses.
-        """
+        """Keep numbers and addresses in some words from now on, with what they are."""
         assert self.table is not None
         shape = len(self.table.segments), self.table.operands
         values = words.wanted[numbers : numbers + self.table.numbers]
@@ -149,9 +137,6 @@ class GroupedKernel(torch.nn.Module):
     def resume(self, laid: Laid) -> bool:
         """Restore earlier addresses before a recorded launch is replayed. Nothing is sent yet.
 
-        Args:
-            laid: the table and the addresses at the time of the recording.
-
         Returns:
             Whether that worked. It fails if the table was built again since then, because the recorded launch would
             read memory that is gone.
@@ -164,13 +149,7 @@ class GroupedKernel(torch.nn.Module):
         return True
 
     def place(self, part: int, operand: int, addresses: Sequence[int]) -> None:
-        """Let the tensors of one list of a part be elsewhere. Nothing is sent yet.
-
-        Args:
-            part: index of the part.
-            operand: index of the list among those of the part.
-            addresses: where the tensors of the list are.
-        """
+        """Let the tensors of one list of a part be elsewhere. Nothing is sent yet."""
         assert self.table is not None
         self._last = None
         self.writes += 1
@@ -232,9 +211,6 @@ class GroupedKernel(torch.nn.Module):
 
         Returns:
             Whether there is anything to launch: False if no operand has elements.
-
-        Raises:
-            CanzonaError: the operands do not fit their programs.
         """
         addresses = [[[t.data_ptr() for t in own] for own in lists] for lists, _ in parts]
         numbers = [float(value) for _, own in parts for value in own]
@@ -305,14 +281,7 @@ class GroupedKernel(torch.nn.Module):
 
 
 def interpreted(title: str) -> None:
-    """Check that kernels run in Triton's interpreter, as they must on CPU.
-
-    Args:
-        title: the name of the kernel in the error.
-
-    Raises:
-        CanzonaError: the interpreter is off.
-    """
+    """Check that kernels run in Triton's interpreter, as they must on CPU."""
     from canzona_compile.codegen.arithmetic import INTERPRETED
 
     if not INTERPRETED:

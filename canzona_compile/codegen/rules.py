@@ -25,12 +25,7 @@ def argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
 
 
 def same(template: str, *, integers: bool = True) -> TritonRule:
-    """A rule that casts all arguments to their common dtype and puts them at {0}, {1}, ... of a template.
-
-    Args:
-        template: the text of the result.
-        integers: whether the rule supports integers.
-    """
+    """A rule that casts all arguments to their common dtype and puts them at {0}, {1}, ... of a template."""
 
     def rule(b: Builder, node: fx.Node) -> str:
         dtype = b.common(node)

@@ -68,7 +68,6 @@ class PointwiseProgram:
 
     Attributes:
         name: a readable name. Programs that differ in their names only share one function.
-        expressions: what the program computes.
         targets: for each result, the dtypes of the tensors to which it is written.
     """
 
@@ -156,8 +155,6 @@ def source(title: str, programs: Sequence[PointwiseProgram], branches: Sequence[
     """The source text of a module that defines `kernel`.
 
     Args:
-        title: the docstring of the module.
-        programs: the programs that the kernel can run.
         branches: for each branch of the kernel, the index of its program and the form of its segments.
     """
     functions = [f"{re.sub(r'[^A-Za-z0-9_]', '_', p.name)}_{i}" for i, p in enumerate(programs)]

@@ -18,13 +18,11 @@ class StepWords:
     the host neither waits nor overwrites what a copy still reads.
 
     Args:
-        count: how many words there are.
         device: the device that they lie on.
 
     Attributes:
         wanted: what the words should hold; int64 [count].
         memory: the words on the device; int64 [count].
-        copies: how many copies were made.
         copied: how many bytes all copies sent.
     """
 

@@ -51,16 +51,10 @@ def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Seque
     """Describe the operands of one fragment as a segment.
 
     Args:
-        program: the program that runs on the fragment.
-        part: index of the launch part.
-        entry: index of the fragment in the lists of the part.
         operands: tensors that are read, and then tensors that are written. `fits` must be true of them.
 
     Returns:
         The segment, or None if the fragment has no elements.
-
-    Raises:
-        CanzonaError: an operand does not have the dtype that the program expects.
     """
     for operand, dtype in zip(operands, program.dtypes, strict=True):
         if operand.dtype != dtype:
@@ -139,10 +133,6 @@ def tiles_per_block(tiles: int, processors: int) -> int:
     A block waits for three loads that depend on one another before its first element arrives: which segment it is of,
     where that lies, the element. Further tiles save the first two. But a processor has room for several blocks, which
     hide one another's waiting, so there have to be enough of them.
-
-    Args:
-        tiles: how many the launch has.
-        processors: how many multiprocessors share them.
     """
     found = 1
     while found < MOST_TILES and tiles >= 2 * found * LEAST_BLOCKS * processors:
@@ -157,21 +147,14 @@ class SegmentTable:
     addresses of the operands and the numbers, lies beside it.
 
     Args:
-        programs: the programs of the kernel.
-        parts: for each launch part, the index of its program.
-        segments: all segments.
         block: elements per tile.
         processors: how many multiprocessors the device has.
 
     Attributes:
-        segments: all segments, in the order of their rows.
         branches: the branches of the kernel: index of a program, and form.
-        width: int64 words per row.
         rows: int64 [segments, width].
         operands: the most operands of a program. So many words hold the addresses of a segment.
-        numbers: how many numbers all launch parts read.
         tiles: how many tiles a block computes at most, one after another; a block has tiles of one segment only.
-        blocks: how many blocks a launch has.
         of_block: for each block, the row of its segment; int32 [blocks].
     """
 
@@ -217,8 +200,5 @@ class SegmentTable:
 
         Args:
             into: the addresses of all segments, int64 [segments, operands].
-            part: index of the launch part.
-            operand: index of the list among those of the part.
-            addresses: the addresses of the list's tensors.
         """
         into[self._rows_of[part], operand] = np.asarray(addresses, np.int64)[self._entries[part]]

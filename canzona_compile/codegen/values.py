@@ -96,9 +96,7 @@ class Builder:
 
     Attributes:
         shape: the shape of the whole matrix.
-        loads: the tensors that the program reads.
         numbers: the numbers that it reads, by the name of their node and their arithmetic type.
-        lines: its lines, in order.
     """
 
     shape: Shape
@@ -107,11 +105,7 @@ class Builder:
     lines: list[Assignment] = field(default_factory=list)
 
     def spread(self, shape: Shape) -> Spread:
-        """How an operand of this shape covers the matrix.
-
-        Raises:
-            Unsupported: the operand does not broadcast to the matrix dim by dim.
-        """
+        """How an operand of this shape covers the matrix."""
         if shape == self.shape:
             return Spread.FULL
         if math.prod(shape) == 1:
@@ -123,11 +117,7 @@ class Builder:
     # -- operands ------------------------------------------------------------------------------------
 
     def common(self, node: fx.Node) -> torch.dtype:
-        """The dtype to which ATen casts the operands of a node, before it widens 16-bit floats to float32.
-
-        Raises:
-            Unsupported: generated kernels do not support that dtype.
-        """
+        """The dtype to which ATen casts the operands of a node, before it widens 16-bit floats to float32."""
         made = dtype_of(node)
         if made is not torch.bool:
             return made
@@ -142,12 +132,8 @@ class Builder:
         """The Triton text of an operand, cast to `dtype`.
 
         Args:
-            value: a node that stands for a tensor or a number, or a Python number.
             dtype: the common dtype of the operator.
             round_numbers: round numbers to 16 bits if `dtype` has 16 bits.
-
-        Raises:
-            Unsupported: the value is neither a tensor nor a number.
         """
         if not is_number(value):
             return converted(f"{{{value.name}}}", dtype_of(value), dtype)

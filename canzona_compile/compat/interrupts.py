@@ -29,7 +29,6 @@ class Interrupts:
 
     Attributes:
         handler: what acts on them; None outside of all contexts.
-        caught: those that wait.
     """
 
     handler: Handler | None = None
@@ -73,11 +72,7 @@ def interrupts_later() -> Iterator[None]:
 
 
 def interrupted_here() -> None:
-    """Act on a signal that waits. Call this where an exception leaves nothing behind.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed, and the handler is Python's own.
-    """
+    """Act on a signal that waits. Call this where an exception leaves nothing behind."""
     handler = _interrupts.handler
     if _interrupts.caught and handler is not None and threading.current_thread() is threading.main_thread():
         _interrupts.act(handler)

@@ -24,14 +24,7 @@ LEVELS = {"+": logging.DEBUG, "": logging.INFO, "-": logging.ERROR}
 
 
 def levels(text: str) -> dict[str, int]:
-    """Read the variable: names with commas between; `name` is INFO, `+name` is DEBUG, `-name` is errors only.
-
-    Returns:
-        The level of each logger.
-
-    Raises:
-        CanzonaError: there is no such name.
-    """
+    """Read the variable: names with commas between; `name` is INFO, `+name` is DEBUG, `-name` is errors only."""
     found: dict[str, int] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         sign = word[0] if word[0] in "+-" else ""
@@ -47,14 +40,7 @@ def levels(text: str) -> dict[str, int]:
 
 
 def set_up() -> bool:
-    """Do what the variable says.
-
-    Returns:
-        Whether it says anything.
-
-    Raises:
-        CanzonaError: it has a name that does not exist.
-    """
+    """Do what the variable says."""
     wanted = levels(os.environ.get(VARIABLE, ""))
     if not wanted:
         return False

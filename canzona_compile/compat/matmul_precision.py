@@ -56,9 +56,6 @@ def precision_of(backend: str) -> str:
 def set_precision(name: str) -> Kept | None:
     """Set the precision of products of float32 matrices.
 
-    Args:
-        name: a precision, as `precision_now` returns it.
-
     Returns:
         What `put_back` needs; None if this is the precision already, so that nothing was set.
     """

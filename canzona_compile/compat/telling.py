@@ -32,13 +32,7 @@ class Hear(Protocol):
     """What hears of the progress of some work."""
 
     def __call__(self, words: str, done: int = 0, total: int = 0) -> None:
-        """Hear what is being done.
-
-        Args:
-            words: what it is.
-            done: how many of the parts of the work are done.
-            total: how many there are; 0 if nobody knows.
-        """
+        """Hear what is being done."""
 
 
 def ignore(words: str, done: int = 0, total: int = 0) -> None:
@@ -73,10 +67,7 @@ def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Co
     them out inside; where others asked for them, and `patience` is not 0, they are there and the line is not.
 
     Args:
-        title: what the line begins with.
         patience: seconds until the line appears; 0 for commands.
-        quiet: whether to show nothing.
-        console: the terminal; standard error by default.
     """
     if quiet or _hears.get() is not ignore:
         yield _hears.get()
@@ -128,12 +119,7 @@ class SaidOnce:
 
 
 class ProgressLine:
-    """One line with a spinner, words, a bar where the number of parts is known, and the seconds so far.
-
-    Args:
-        title: what the line begins with.
-        console: the terminal.
-    """
+    """One line with a spinner, words, a bar where the number of parts is known, and the seconds so far."""
 
     def __init__(self, title: str, console: Console) -> None:
         from rich.markup import escape

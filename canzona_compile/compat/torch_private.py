@@ -154,14 +154,7 @@ def without_view_records() -> contextlib.AbstractContextManager[Any]:
 
 
 def host_group(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> Any:
-    """Make a process group of gloo that torch's lists do not hold. This is a collective of its ranks.
-
-    Args:
-        store: holds keys of this group alone.
-        ranks: the global ranks.
-        rank: this rank, global.
-        timeout: how long a collective waits for other ranks.
-    """
+    """Make a process group of gloo that torch's lists do not hold. This is a collective of its ranks."""
     from torch._C._distributed_c10d import ProcessGroupGloo  # not in builds without gloo
 
     made = ProcessGroupGloo(store, list(ranks).index(rank), len(ranks), timeout=timeout)
@@ -285,11 +278,7 @@ def extras() -> list[tuple[Any, str, Any]]:
 
 
 class MadeLater:
-    """Stands for an object that is made when it is first asked for an attribute.
-
-    Args:
-        make: makes it.
-    """
+    """Stands for an object that is made when it is first asked for an attribute."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._made = make, False
@@ -319,10 +308,6 @@ def end_allocation_to_pool(device: int, pool: Any) -> bool:
 
     Args:
         device: the index of the device.
-        pool: the handle of the pool.
-
-    Returns:
-        Whether there was one.
     """
     try:
         torch._C._cuda_endAllocateToPool(device, pool)

@@ -41,9 +41,6 @@ class DataParallelGroup:
     Attributes:
         shard: the process group whose ranks own parts of each bucket; None if this rank is alone.
         replicate: the process group over which the shards are summed as well; None if there is one replica.
-        rank: the position of this rank in `shard`.
-        size: the number of ranks of `shard`.
-        replicas: the number of ranks of `replicate`.
     """
 
     shard: dist.ProcessGroup | None
@@ -58,10 +55,8 @@ class Pending:
     """A collective under way, or several of one bucket.
 
     Attributes:
-        bucket: its bucket.
         result: after `complete`, this rank's shard if the collective reduces, the whole bucket if it gathers. A shard
             may be a part of `sent`.
-        works: what to wait for; empty if it is done.
         sent: the bucket that the collective reads. Its memory goes to a later bucket afterwards. None if it has none to
             give.
         summing: the sum of the result over replicas, which follows `works`; None if that was not started.

@@ -57,17 +57,8 @@ class Zero1:
     """Everything that one call of `zero1` sets up on this rank. Sessions of optimizers join it.
 
     Args:
-        model: the model.
-        filling: its parameters that are trained, and the buckets that hold them.
-        group: the data-parallel ranks.
         wire: the dtype in which gradients travel; None is that of the gradients.
         gather: when parameters are whole again: when `step` returns, or when a module needs them.
-        zeros: whether a gradient that is missing on all ranks counts as zeros.
-        agreement: announces what this rank is about to do with the other ranks.
-
-    Attributes:
-        reduction: what happens during backward.
-        gathering: what happens after a step.
     """
 
     def __init__(
@@ -258,11 +249,7 @@ class Zero1:
             self._gather([self.buckets[i] for i, done in enumerate(self._stepped) if done])
 
     def synchronize(self) -> None:
-        """Wait until all parameters are whole on this rank.
-
-        Raises:
-            CanzonaError: another rank does not read parameters too, and no collective has begun; or it failed.
-        """
+        """Wait until all parameters are whole on this rank."""
         if any(self._stepped) or self.gathering.unsettled:
             self._meet()
         with torch.enable_grad():  # so this does not wait for the ranks again
@@ -322,11 +309,7 @@ class Zero1:
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
     def note_scaling(self, operation: str) -> None:
-        """Remember that this rank scales gradients.
-
-        Raises:
-            CanzonaError: another optimizer has stepped with these gradients already.
-        """
+        """Remember that this rank scales gradients."""
         number = self.reduction.number
         if self._used == number:
             error = CanzonaError(

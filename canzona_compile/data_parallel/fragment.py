@@ -29,8 +29,6 @@ class Fragment:
     """One parameter of the model, and what this rank does with it.
 
     Attributes:
-        name: the name of the parameter.
-        param: the parameter.
         sharding: how it is sharded over ranks that are not data-parallel ones; None if this rank holds it whole.
         stand_in: shows it in plans, if it is a plain tensor that is a fragment; None otherwise.
         division: shows its logical matrices; None if it is one.
@@ -87,11 +85,7 @@ class Fragment:
     # -- elements ----------------------------------------------------------------------------------
 
     def values(self) -> Tensor:
-        """The values that this rank holds.
-
-        Raises:
-            CanzonaError: the memory of the parameter was replaced since ownership was planned.
-        """
+        """The values that this rank holds."""
         values = self._local()
         if values.data_ptr() != self._address:
             raise CanzonaError(
@@ -115,9 +109,6 @@ class Fragment:
         """The gradient that backward left on this rank, contiguous; None if there is none.
 
         A DTensor is laid out like the parameter first, which is a collective of its mesh if it was not.
-
-        Raises:
-            CanzonaError: the gradient does not fit the parameter.
         """
         grad = self.param.grad
         if grad is None:
@@ -171,8 +162,6 @@ class Filling:
 
     Attributes:
         fragments: the parameters, by name, in the order of the model.
-        buckets: the buckets.
-        names: for each bucket, the names of its parameters.
         buckets_of: for each parameter, the indices of its buckets.
     """
 

@@ -65,15 +65,8 @@ class WaitingRanks:
 class Gathering:
     """Gathers buckets in the order in which a forward pass needs them: the reverse of backward's.
 
-    Args:
-        filling: the buckets and their parameters.
-        group: the ranks.
-        agreement: of the ranks that promise one another to gather.
-        memory: of buckets.
-
     Attributes:
         clock: notes how long gathers take; None while nothing is measured.
-        taken: how many buckets have been gathered.
     """
 
     def __init__(self, filling: Filling, group: DataParallelGroup, agreement: Agreement, memory: BucketMemory) -> None:
@@ -144,11 +137,7 @@ class Gathering:
         self.start()
 
     def wait(self) -> None:
-        """Wait until all parameters are whole.
-
-        Raises:
-            CanzonaError: another rank failed, or died.
-        """
+        """Wait until all parameters are whole."""
         with torch.no_grad(), during(self.clock, RETURN):
             self.start()
             while self._pending:
@@ -184,12 +173,7 @@ class ForwardHooks:
     """Lets every module wait for its own parameters just before it runs, and code outside of it before it reads one.
 
     Args:
-        model: the model.
-        gathering: what to wait for.
         settle: waits for all parameters once all ranks have come. It raises if one does not come.
-
-    Attributes:
-        hooks: the handles of all hooks.
     """
 
     def __init__(self, model: nn.Module, gathering: Gathering, settle: Callable[[], None]) -> None:

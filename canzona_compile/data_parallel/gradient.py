@@ -48,8 +48,6 @@ class ReducedGradient(Tensor):
 
     Attributes:
         parts: the elements that this rank owns, flattened: views of the shards that it received. Empty if it owns none.
-        origin: the name of the parameter.
-        ledger: where operations on gradients are noted.
     """
 
     parts: Sequence[Tensor]
@@ -96,11 +94,7 @@ class ReducedGradient(Tensor):
 
 
 def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tensor], Any]) -> Any:
-    """Scale gradients in place by one number.
-
-    Raises:
-        CanzonaError: `by` is a tensor of several elements.
-    """
+    """Scale gradients in place by one number."""
     own = [g for g in gradients if isinstance(g, ReducedGradient)]
     if isinstance(by, Tensor) and by.numel() != 1:
         refuse(func, own[0])

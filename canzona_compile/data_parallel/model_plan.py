@@ -61,17 +61,8 @@ def agreed_plan(
     """Plan ZeRO-1, and see that all ranks made the same plan. This is a collective.
 
     Args:
-        captures: the captured code of the optimizers, which share no parameter.
-        options: those of each; they differ in the names of parameters only.
-        params: the names of the parameters, in the order of the model.
         group: the data-parallel process group of this rank; None if the rank is alone.
-        ranks: its global ranks, in the order of the group.
         bucket_bytes: the bytes at which a bucket closes.
-        agreement: of these ranks.
-
-    Raises:
-        CanzonaError: an optimizer or a parameter is not supported, the given plan does not fit, or another rank cannot
-            plan.
     """
     found: list[ModelPlan] = []
     order = {name: i for i, name in enumerate(params)}

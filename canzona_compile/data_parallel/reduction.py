@@ -71,12 +71,8 @@ class Reduction:
         gathering: of the same buckets, on the same ranks; it ends before a backward pass begins.
         forward: what checks that parameters were here when the forward pass read them; None if all are.
         wire: the dtype in which gradients travel; None is that of the gradients.
-        agreement: announces backward passes before the first collective of each.
-        ledger: where operations on reduced gradients are noted.
-        zeros: whether a gradient that is missing on all ranks counts as zeros.
 
     Attributes:
-        number: how often gradients were reduced.
         under_way: whether a backward pass has begun whose gradients are not all reduced.
         reduced: whether gradients are with their owners now.
         hooks: the handles of the hooks through which autograd calls this.
@@ -346,9 +342,6 @@ class Reduction:
         """Reduce what is left, wait for all, and show every rank that its parameters have gradients.
 
         Every rank must call this. Autograd does at the end of backward.
-
-        Raises:
-            CanzonaError: another rank failed, died, or does something else.
         """
         with self.told(), during(self.clock, REDUCE):
             if not self.under_way:
@@ -375,11 +368,7 @@ class Reduction:
             self.forward.forget()
 
     def _exchange(self) -> frozenset[str]:
-        """Find the parameters that have a gradient on some rank. Ranks announce that, so no host waits for its device.
-
-        Returns:
-            Their names.
-        """
+        """Find the parameters with a gradient on some rank. Ranks announce that, so no host waits for its device."""
         names = tuple(self.fragments)
         missing = sum(1 << i for i, name in enumerate(names) if name not in self._seen and not self.zeros)
         if not self.zeros:

@@ -37,15 +37,9 @@ class OwnerSession(Session):
     Portable state is whole and the same on every rank.
 
     Args:
-        capture: the captured code of the wrapped optimizer.
-        options: the options of `zero1` that `wrap` has too.
         engine: what reduces gradients before a step, and gathers parameters after it. The session joins it.
-        joint: the plan of all optimizers.
-        bound: the optimizer's parameters, and the pieces of its fused ones, by task.
-        whole: the agreement of the data-parallel ranks.
 
     Attributes:
-        fragments: the optimizer's parameters.
         group_of: by name, the index of the parameter group that each of them was planned in.
     """
 
@@ -77,11 +71,7 @@ class OwnerSession(Session):
     # -- steps -----------------------------------------------------------------------------------------
 
     def take_step(self) -> bool:
-        """Update what this rank owns, and see to it that the parameters are gathered, see `Zero1`.
-
-        Raises:
-            CanzonaError: there is no gradient, a rank failed, or gradients were scaled on some ranks only.
-        """
+        """Update what this rank owns, and see to it that the parameters are gathered, see `Zero1`."""
         if is_dummy_step(self.optimizer):
             return super().take_step()
         if self._apart and not isinstance(self.optimizer.state, OwnedState):  # the user assigned it

@@ -43,11 +43,6 @@ class OwnedState(defaultdict[Any, Any]):
 
     Users may remove the state of a parameter, but not read it, because only its owners hold it.
 
-    Args:
-        own: the state of the doubles.
-        names: of the parameters, by identity.
-        with_user: tells whether users have it: it is between steps.
-
     Attributes:
         removed: the names of the parameters whose state users removed.
     """
@@ -119,11 +114,7 @@ class OwnedState(defaultdict[Any, Any]):
 
 
 def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
-    """Replace portable state by the state of what this rank owns, under the doubles.
-
-    Raises:
-        CanzonaError: the state of a parameter that is cut has a tensor that cannot be cut.
-    """
+    """Replace portable state by the state of what this rank owns, under the doubles."""
     for fragment in fragments:
         state = optimizer.state.pop(fragment.param, None)
         if not state:

@@ -27,10 +27,6 @@ def whole_copy(
     """Make a whole parameter with memory of its own.
 
     Args:
-        values: its values; they are copied.
-        grad: its gradient, if it has one; it is copied.
-        attributes: those that it gets, see `plain_attributes` and `carried`.
-        requires_grad: whether it requires a gradient.
         memory: how both lie in memory; contiguous as what was gathered, unless it says otherwise.
     """
     made = values.detach().clone(memory_format=memory)
@@ -50,18 +46,7 @@ def step_alone(
     state: dict[str, Any],
     groups: Sequence[dict[str, Any]] = (),
 ) -> Tensor:
-    """Step one whole parameter on a twin of an optimizer.
-
-    Args:
-        optimizer: the optimizer.
-        group: the parameter group of the parameter.
-        param: the parameter, with a gradient.
-        state: its state, which gets the new one.
-        groups: the groups of the twin, if it has others than one of this parameter alone.
-
-    Returns:
-        The new parameter.
-    """
+    """Step one whole parameter on a twin of an optimizer."""
     twin = make_twin(optimizer, group, [param], {param: state})
     twin.param_groups = list(groups) or twin.param_groups
     step_plainly(twin)

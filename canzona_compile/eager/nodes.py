@@ -22,9 +22,6 @@ class EagerStep:
     """Target of a graph node: (task, param, grad) -> (new param, *tensor leaves of the new state).
 
     It runs on the owner rank. Leaves that are not tensors stay in the state of the task on that rank.
-
-    Args:
-        leaves: the names of the tensor leaves of the state that the graph returns.
     """
 
     def __init__(self, leaves: tuple[str, ...] = ()) -> None:
@@ -35,12 +32,7 @@ class EagerStep:
         """Take the step of one task.
 
         Args:
-            task: its name, and what steps it.
-            param: the whole parameter; it is not written.
             grad: the whole gradient, of the shape of `param`; it is not written.
-
-        Returns:
-            The new parameter, then the leaves of the new state.
         """
         new, state = task.context.step(task.name, param, grad)
         found = dict(state_leaves(state)) if self.leaves else {}
@@ -57,9 +49,7 @@ def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tup
     """Make a template whose whole step is one opaque node.
 
     Args:
-        name: of the template.
         spec: shape and dtypes of the parameter and its gradient.
-        reason: why the step is not compiled, for reports.
         state: tensor leaves that the step creates and the graph returns; the others stay in the
             owner's state.
 

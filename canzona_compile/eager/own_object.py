@@ -35,20 +35,8 @@ class OwnObject:
     """An optimizer object with one whole parameter.
 
     Args:
-        make: makes it.
-        name: the name of the matrix. It seeds the generators that the object draws from.
         spec: the shape, dtypes, device and marks of the parameter.
-        real: the wrapped optimizer.
-        group: its parameter group, whose hyperparameters the object gets.
         values: the values that the parameter has while the object is made; None for zeros.
-
-    Attributes:
-        optimizer: the object.
-        param: its parameter, which has memory of its own.
-        stepped: whether it has taken a step.
-
-    Raises:
-        CanzonaError: `make` fails, or returns something else than an optimizer of this parameter.
     """
 
     def __init__(
@@ -82,12 +70,7 @@ class OwnObject:
     # -- steps -----------------------------------------------------------------------------------------
 
     def follow(self, group: Mapping[str, Any], real: Optimizer) -> None:
-        """Take over what users changed since the last step in the parameter group and in plain attributes.
-
-        Args:
-            group: the parameter group of the wrapped optimizer.
-            real: the wrapped optimizer.
-        """
+        """Take over what users changed since the last step in the parameter group and in plain attributes."""
         atoms, given = atoms_of(real), hypers(group)
         for home, before, now in (
             (self._own_group, self._given, given),
@@ -97,15 +80,7 @@ class OwnObject:
         self._given, self._atoms = dict(given), atoms
 
     def step(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Take a step.
-
-        Args:
-            param: the whole parameter; it is not written.
-            grad: its whole gradient; it is not written.
-
-        Returns:
-            The new parameter.
-        """
+        """Take a step."""
         with torch.no_grad():
             self.param.copy_(param)
         self.param.grad = grad.clone()
@@ -118,11 +93,7 @@ class OwnObject:
     # -- portable state --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Copy the object's state dict, as tensors by path. Of its group, what its steps changed.
-
-        Raises:
-            CanzonaError: it holds something that is neither a tensor nor plain.
-        """
+        """Copy the object's state dict, as tensors by path. Of its group, what its steps changed."""
         whole = self.optimizer.state_dict()
         changed = {
             k: v
@@ -142,11 +113,7 @@ class OwnObject:
         return {**leaves, NOTES: noted(notes), **dict(zip(kinds, self.generators.states, strict=False))}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Let the object load what `state` returned, maybe on other ranks. It may have gone through a checkpoint.
-
-        Raises:
-            CanzonaError: a leaf is missing, or the object's `load_state_dict` fails.
-        """
+        """Let the object load what `state` returned, maybe on other ranks. It may have gone through a checkpoint."""
         drawn = [state[kind].cpu().to(torch.uint8) for kind in (GENERATOR, CUDA_GENERATOR) if kind in state]
         try:
             whole = unpacked(read_notes(state[NOTES]), state)
@@ -179,11 +146,7 @@ class OwnObject:
 
 
 def made_by(make: Maker, param: torch.nn.Parameter, name: str) -> Optimizer:
-    """Let the user's function make the object of one parameter.
-
-    Raises:
-        CanzonaError: it fails, or returns something else.
-    """
+    """Let the user's function make the object of one parameter."""
     try:
         made = make([param])
     except Exception as error:  # whatever the user's code raises
@@ -217,12 +180,7 @@ def packed(value: Any, path: tuple[str, ...], leaves: dict[str, Tensor]) -> Any:
     """Describe a value in terms of JSON, and collect its tensors.
 
     Args:
-        value: the value.
         path: the keys that lead to it. Leaves have slashes in their names, as dots mean pieces of fused parameters.
-        leaves: gets the tensors in it, by name.
-
-    Raises:
-        TypeError: it holds something else than tensors and plain values.
     """
     at = "/".join(path)
     if isinstance(value, Tensor):

@@ -20,11 +20,7 @@ from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 
 class Shadow:
-    """A twin of an optimizer with tiny parameters, whose counts the optimizer takes over.
-
-    Args:
-        optimizer: the real optimizer.
-    """
+    """A twin of an optimizer with tiny parameters, whose counts the optimizer takes over."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -29,18 +29,7 @@ class MuonAdamW:
     """
 
     def __call__(self, model: nn.Module, **options: Any) -> Chain:
-        """Make the optimizer.
-
-        Args:
-            model: what is trained.
-            options: those of `muon_adamw`; under DDP not `zero1=`.
-
-        Returns:
-            The wrapped chain.
-
-        Raises:
-            CanzonaError: see `muon_adamw`; also with `zero1=` under DDP.
-        """
+        """Make the optimizer."""
         if under_ddp() and options.get("zero1") is not None:
             raise CanzonaError(
                 "the Trainer wraps the model in DDP, which already reduces gradients",
@@ -86,10 +75,6 @@ def gather(given: Any, args: Any) -> None:
 
     Args:
         given: the optimizer, or Accelerate's proxy of it; None where a Trainer evaluates and does not train.
-        args: the Trainer's.
-
-    Raises:
-        CanzonaError: one rank of each node saves.
     """
     optimizer: Optimizer | None = getattr(given, "optimizer", given)
     every = optimizer.optimizers if isinstance(optimizer, Chain) else [optimizer]

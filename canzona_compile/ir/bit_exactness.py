@@ -42,12 +42,7 @@ ALIGNMENT = 64  # in elements: a multiple of the step of every CPU vector loop, 
 
 
 def position_free(node: fx.Node, machine: Machine) -> bool:
-    """Whether a pointwise node gives an element the same bits at every position.
-
-    Args:
-        node: the call.
-        machine: where it runs. On CUDA every pointwise node does.
-    """
+    """Whether a pointwise node gives an element the same bits at every position."""
     if machine.device != "cpu":
         return True
     target = node.target
@@ -74,8 +69,6 @@ def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
     Strided operands run as scalar code. Broadcast operands make every row a run of its own, with its own tail.
 
     Args:
-        node: the call, recorded on whole tensors.
-        machine: where it runs.
         aligned: whether the sizes of the whole tensor and of all fragments are multiples of `ALIGNMENT`.
     """
     if position_free(node, machine):
@@ -90,10 +83,6 @@ def foreach_equal(node: fx.Node, in_place: bool) -> bool:
     """Whether torch's foreach function on CPU gives the bits of the operator in a loop.
 
     `_foreach_mul_` by a number in 16 bits does not, because it rounds the number first.
-
-    Args:
-        node: the call for one tensor.
-        in_place: whether the foreach function writes to its operands.
     """
     value = tensor_value(node)
     by_number = len(node.args) > 1 and is_number(node.args[1])
@@ -110,10 +99,7 @@ def batches_equal(op: Any, dims: Shape, dtype: torch.dtype, machine: Machine) ->
     float32 about 1 of 60. On CUDA the libraries choose other kernels for batches.
 
     Args:
-        op: the operator for one product.
-        dims: (m, k, n).
         dtype: the dtype of the operands.
-        machine: where the products run.
     """
     return (
         op in (aten.mm.default, aten.addmm.default)

@@ -10,11 +10,7 @@ from canzona_compile.ir.step import Step, Task
 
 
 def bucketed(step: Step) -> None:
-    """Check the buckets of a step, if it has some.
-
-    Raises:
-        InvalidStep: a promise is broken.
-    """
+    """Check the buckets of a step, if it has some."""
     if not step.buckets:
         return
     found: dict[str, list[tuple[BucketSlice, Bucket]]] = defaultdict(list)

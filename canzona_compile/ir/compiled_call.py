@@ -25,14 +25,7 @@ class CompiledCall:
     tensors that the function writes, and then the tensors that the function returns.
 
     Args:
-        function: what `torch.compile` returned.
-        name: where it is: the module and the name in it.
-        form: the containers of its positional and keyword arguments.
         tensors: by leaf, which of the distinct tensors among the arguments it is; None for other leaves.
-        written: which of the distinct tensors the function writes.
-        parameters: which of them are `torch.nn.Parameter`s.
-        integers: the leaves that are integers. Numbers of a step may come as floats.
-        results: which of the tensors that the function returns the node returns.
         body: the operators that the function calls as written, with a placeholder for each distinct tensor. It tells
             analyses what there is to do, and is never run.
         precision: the float32 matmul precision that the step sets for the call; empty if it sets none.

@@ -88,12 +88,7 @@ def casts(node: Any) -> bool:
 
 
 def ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes and everything that they are made of.
-
-    Args:
-        nodes: where the search begins.
-        stop: nodes to leave out. The search does not go on from them.
-    """
+    """The nodes and everything that they are made of."""
     found: set[fx.Node] = set()
     todo = [n for n in nodes if n not in stop]
     while todo:
@@ -117,12 +112,7 @@ def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def from_numbers(graph: fx.Graph, barred: Collection[str] = ()) -> set[fx.Node]:
-    """Numbers and 0-d tensors that are made of numbers and of 0-d placeholders alone.
-
-    Args:
-        graph: the graph.
-        barred: names of placeholders that do not count as such.
-    """
+    """Numbers and 0-d tensors that are made of numbers and of 0-d placeholders alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         value = tensor_value(node)
@@ -142,9 +132,7 @@ def subgraph(graph: fx.Graph, inputs: Sequence[fx.Node], results: Sequence[Any])
     """Copy the part of a graph that computes some of its values.
 
     Args:
-        graph: stays as it is.
         inputs: nodes that the part does not compute but takes, as its first placeholders, named like the nodes.
-        results: what the part returns: nodes of the graph, or constants.
 
     Returns:
         A graph whose placeholders are `inputs` and then the placeholders of `graph` that it reads.
@@ -201,16 +189,12 @@ def insert_call(
 
     Args:
         graph: changed in place. Its insert point is set by `graph.inserting_before` and the like.
-        target: an operator, or a function of numbers (`operator.mul`).
         args, kwargs: operands: nodes of this graph, numbers, dtypes, lists of such.
         name: of the node, which FX makes unique by a number at its end. If it is None, an operator gives its name
             without the overload, as in captured graphs (`mm_1` for `aten.mm.default`).
 
     Returns:
         The new node. `node.meta["val"]` has the shape, dtype, device and strides that the call will give.
-
-    Raises:
-        InvalidStep: the operator does not take these operands; the graph is as before.
     """
     if name is None and isinstance(target, OpOverload):
         name = target.overloadpacket.__name__
@@ -226,9 +210,6 @@ def fake_result(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any]
 
     The operator runs under the FakeTensorMode of its operands. Calls without tensors among their operands run under
     that of the graph. Graphs whose values are plain tensors on the meta device have no such mode and need none.
-
-    Raises:
-        InvalidStep: the operator does not take these operands.
     """
     operands: list[fx.Node] = []
     fx.map_arg((args, kwargs), operands.append)

@@ -29,7 +29,6 @@ class GivenLayout:
         patterns: patterns of parameter names with what is said of the parameters that they match; the first one counts.
         function: says it by name and parameter; None if there are patterns or a mesh alone.
         mesh: the tensor-parallel mesh of parameters that no pattern matches; None if it is not known.
-        alone: whether the mesh is all that the user said.
     """
 
     patterns: tuple[tuple[str, Given], ...] = ()
@@ -39,11 +38,7 @@ class GivenLayout:
 
     @classmethod
     def of(cls, given: LayoutOption) -> GivenLayout | None:
-        """Take the argument `layout=`.
-
-        Raises:
-            CanzonaError: it is none of the things that it may be.
-        """
+        """Take the argument `layout=`."""
         if given is None:
             return None
         if isinstance(given, DeviceMesh):

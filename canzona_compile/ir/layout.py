@@ -205,9 +205,6 @@ def dtensor_layout(tensor: DTensor, rank: int, *, batch_dims: int = 0) -> Layout
     Args:
         batch_dims: leading dims that index independent matrices (1 for a stack of experts). Ranks
             that hold other entries of these dims share nothing with this one and are left out.
-
-    Raises:
-        UnsupportedLayout: partial sums, or shards that are no boxes.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     sizes = tuple(mesh.mesh.shape)
@@ -237,12 +234,7 @@ def layout_of_boxes(
     """The layout of a tensor whose box is known at every coordinate of a mesh.
 
     Args:
-        shape: of the whole tensor.
-        mesh: the global ranks by coordinate.
         placements: one per mesh dim; they say which mesh dims cut and which replicate.
-        box: what the rank at each coordinate holds.
-        rank: this rank, global.
-        batch_dims: as for `dtensor_layout`.
     """
     own, sizes = coordinate_of(mesh, rank), tuple(mesh.shape)
     mine = box[own]
@@ -279,8 +271,6 @@ def laid_out_like(
     """A fragment as a DTensor that is laid out like another tensor, if that is one. It shares the fragment's memory.
 
     Args:
-        local: the fragment.
-        model: the other tensor.
         shape: of the whole tensor; None for that of `model`. With another shape, where the fragment lies is not what
             the placements say, so no DTensor operation may run on the result but elementwise ones.
         stride: of the whole tensor; None for that of `model`, or contiguous if it has another shape.

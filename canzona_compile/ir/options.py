@@ -211,15 +211,7 @@ def made_options(
     """Make the options of a call, and read the files that they name.
 
     Args:
-        call: "wrap" or another one, for messages.
-        known: the names that it takes.
-        given: the keyword arguments of the user.
         replicas: the data-parallel ranks of `zero1`, for which the plan has to be made; None under `wrap`.
-        fixed: options that the call itself decides.
-
-    Raises:
-        TypeError: the call takes no such option.
-        CanzonaError: an option has an impossible value, or a file holds something else.
     """
     if wrong := next((name for name in given if name not in known), None):
         raise TypeError(

@@ -35,11 +35,8 @@ class PassRecord:
     """What one pass did.
 
     Attributes:
-        name: the name of the pass.
         seconds: the time that the pass took, without verification.
-        before, after: the step before and after the pass.
         nodes: how many nodes the pass added to the graphs that would run (see `graphs`), less those that it removed.
-        ops: the same for the calls of each ATen operator.
     """
 
     name: str
@@ -68,9 +65,6 @@ class PassHistory:
         Args:
             where: a form (also by its name, "placed") for the last step of that form, or the name of a pass ("place")
                 for the step after it.
-
-        Raises:
-            CanzonaError: there is no such step.
         """
         steps = {record.name: record.after for record in self.records}
         for record in self.records:
@@ -82,15 +76,7 @@ class PassHistory:
 
 
 def check_order(passes: Sequence[Pass], start: Form) -> None:
-    """Check, without running any pass, that every pass would get a step of the form that it requires.
-
-    Args:
-        passes: the passes in order.
-        start: the form of the step that the first pass gets.
-
-    Raises:
-        PipelineError: a pass would get a step of another form.
-    """
+    """Check, without running any pass, that every pass would get a step of the form that it requires."""
     form, source = start, "the step given to it is of"
     for current in passes:
         needed, name = current.requires, current.name
@@ -106,21 +92,7 @@ def check_order(passes: Sequence[Pass], start: Form) -> None:
 
 
 def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> tuple[Step, PassHistory]:
-    """Apply passes in order. Verify the step before the first pass and after each one.
-
-    Args:
-        step: the step that the first pass gets.
-        passes: the passes in order.
-        observers: called after each pass.
-
-    Returns:
-        The step after the last pass, and what each pass did.
-
-    Raises:
-        PipelineError: the order is wrong and no pass has run, or a pass raised an error of its own.
-        InvalidStep: `step` is invalid, or a pass broke a promise; the message says which.
-        CanzonaError: a pass raised it; a note names the pass.
-    """
+    """Apply passes in order. Verify the step before the first pass and after each one."""
     check_order(passes, step.form)
     try:
         verify(step)
@@ -159,11 +131,7 @@ def call(current: Pass, step: Step, records: Sequence[PassRecord]) -> Step:
 
 
 def checked(current: Pass, before: Step, after: Step) -> None:
-    """Verify the step that a pass returned for a valid step.
-
-    Raises:
-        InvalidStep: the form is not the one that the pass ensures, or a promise of the form is broken.
-    """
+    """Verify the step that a pass returned for a valid step."""
     hint = f"a bug in {current.name}: the step before it was valid"
     if after.form is not current.ensures:
         raise InvalidStep(

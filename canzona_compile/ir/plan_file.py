@@ -192,11 +192,7 @@ def digests(printed: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
-    """Read a plan from a file or from plain objects, and check every field.
-
-    Raises:
-        CanzonaError: there is no such file, or a field is wrong.
-    """
+    """Read a plan from a file or from plain objects, and check every field."""
     if isinstance(given, PlanFile):
         return given
     at = "plan" if isinstance(given, Mapping) else str(given)

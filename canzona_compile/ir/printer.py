@@ -44,11 +44,7 @@ def show(step: Step) -> str:
 
 
 def text_of(printed: Mapping[str, Sequence[str]]) -> str:
-    """Join the parts of a printed step.
-
-    Args:
-        printed: lines by part, from `parts`.
-    """
+    """Join the parts of a printed step."""
     return "".join(f"{line}\n" for lines in printed.values() for line in lines)
 
 
@@ -56,7 +52,6 @@ def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
     """Print a step of any form in parts.
 
     Args:
-        step: the step.
         reasons: whether to print why tasks have their owners and why templates are interpreted. Fingerprints of plans
             leave the reasons out: the same decision for another reason is the same plan.
 
@@ -107,12 +102,7 @@ def differences(a: str, b: str) -> str:
 
 
 def show_nodes(graph: fx.Graph, writes: Sequence[str] | None = None) -> Iterator[str]:
-    """Print the operators of a graph and what it returns.
-
-    Args:
-        graph: the graph.
-        writes: the name of each result. With names, results are printed as `name=value`.
-    """
+    """Print the operators of a graph and what it returns."""
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -248,11 +238,7 @@ def flags(stacked: Stacked) -> str:
 
 
 class Layouts:
-    """Names the layouts of a step L0, L1, ... in order of appearance, and prints each layout once.
-
-    Attributes:
-        lines: the printed layouts.
-    """
+    """Names the layouts of a step L0, L1, ... in order of appearance, and prints each layout once."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -371,7 +357,6 @@ def item_bytes(item: Item, shape: Shape, sizes: dict[tuple[int, Shape], int]) ->
     The boxes tile the parameter, so for a wire of the parameter's shape they need not be added up.
 
     Args:
-        item: the item.
         shape: the shape of the parameter.
         sizes: elements of the items so far, by the id of their boxes and the shape of their wire. It gets a new entry.
     """

@@ -16,10 +16,6 @@ class ProductAt:
     """Target of a graph node: an operator that runs in a given float32 matmul precision.
 
     Analyses see through it. Passes that rewrite products leave it alone.
-
-    Args:
-        operator: the operator.
-        precision: as `precision_now` returns it.
     """
 
     operator: OpOverload

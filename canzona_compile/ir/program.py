@@ -23,7 +23,6 @@ class View:
     """A tensor of `shape` at a byte offset of a slot, or the part of that tensor at `index`.
 
     Attributes:
-        slot: the index of the slot.
         offset: in bytes from the start of the slot.
         dtype: the dtype of the tensor.
         shape: the shape of the tensor.

@@ -25,14 +25,7 @@ class EagerContext(Protocol):
     """Steps whole parameters by the optimizer's own code."""
 
     def step(self, task: str, param: Tensor, grad: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
-        """Take the step of a task. Neither tensor is written.
-
-        Returns:
-            The new parameter, and the state after the step.
-
-        Raises:
-            UnsupportedOptimizer: the step draws random numbers, and several ranks take it for this task.
-        """
+        """Take the step of a task. Neither tensor is written."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,12 +54,8 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `op` once per task.
 
     Args:
-        op: the function to call.
         args, kwargs: its arguments. Of a list with an entry per task (tensors, or `EagerTask`s), each call gets one
             entry. All calls get every other argument as it is.
-
-    Returns:
-        A list of the results, or a tuple of lists if `op` returns tuples.
     """
     columns = [entries(a) for a in args]
     named = {k: own for k, v in kwargs.items() if (own := entries(v)) is not None}
@@ -156,11 +145,8 @@ def start_all_to_all(
     """Start one all-to-all of bytes. No one may touch the buffers until `finish`.
 
     Args:
-        received: receive buffer, uint8 [sum of `received_bytes`].
-        sent: send buffer, uint8 [sum of `sent_bytes`].
         received_bytes: bytes from each rank of the process group.
         sent_bytes: bytes to each rank of the process group.
-        group: the process group.
     """
     work: dist.Work = dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=group, async_op=True)
     return work

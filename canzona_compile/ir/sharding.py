@@ -22,7 +22,6 @@ class Sharding:
     """How a tensor is divided among the ranks of a mesh.
 
     Attributes:
-        mesh: the mesh.
         placements: one per dim of the mesh.
         stride: into how many parts the tensor was divided before each of them was sharded; a fragment is this rank's
             share of every part.
@@ -47,8 +46,6 @@ class Tiling:
     """A whole tensor as its fragments on all ranks of a mesh tell it.
 
     Attributes:
-        sharding: how it is divided.
-        shape: of the whole tensor.
         boxes: what the rank at each coordinate of the mesh holds.
     """
 
@@ -61,11 +58,7 @@ class Tiling:
         """Put a tensor together from the sizes of its fragments, which may differ.
 
         Args:
-            sharding: how the tensor is divided.
             sizes: the shape of the fragment at each coordinate of the mesh.
-
-        Raises:
-            UnsupportedLayout: fragments of these sizes, side by side, leave a gap or overlap.
         """
         mesh = tuple(sharding.mesh.mesh.shape)
         shape: list[int] = []

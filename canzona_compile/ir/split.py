@@ -89,9 +89,6 @@ class Split:
 def rows_of(split: Split) -> dict[str, Tensor]:
     """Find the rows of each logical matrix in the weight.
 
-    Args:
-        split: the parts of the weight.
-
     Returns:
         By the name of the logical matrix, the indices of its rows in the weight (int64), in the matrix's own order.
         With `head`, the matrices have names such as "q.0".
@@ -113,19 +110,7 @@ def rows_of(split: Split) -> dict[str, Tensor]:
 
 
 def part_of_layout(layout: Layout, rows: Tensor, dim: int) -> Layout:
-    """Derive the layout of a logical matrix from the layout of its weight.
-
-    Args:
-        layout: the layout of the weight.
-        rows: the rows of the weight that the matrix consists of, see `rows_of`.
-        dim: the dimension that is cut.
-
-    Returns:
-        The layout of the matrix, over the same ranks.
-
-    Raises:
-        UnsupportedLayout: a fragment of the weight holds rows of the matrix that are not contiguous in the matrix.
-    """
+    """Derive the layout of a logical matrix from the layout of its weight."""
     boxes = []
     for box in layout.boxes:
         held = held_in(box, rows, dim).nonzero().flatten()
@@ -146,11 +131,6 @@ def part_of_layout(layout: Layout, rows: Tensor, dim: int) -> Layout:
 def entries_in(box: Box, rows: Tensor, dim: int) -> Tensor:
     """Find the entries of a fragment that are rows of a logical matrix.
 
-    Args:
-        box: the region of the weight that the fragment covers.
-        rows: the rows of the weight that the matrix consists of, see `rows_of`.
-        dim: the dimension that is cut.
-
     Returns:
         Indices along `dim` of the fragment (int64), in the matrix's order.
     """
@@ -166,12 +146,7 @@ def chosen(splits: Sequence[tuple[str, Split]], name: str, shape: Sequence[int])
     """Return the split of a parameter; None if no pattern matches its name.
 
     Args:
-        splits: patterns of parameter names, each with its split.
-        name: the name of the parameter.
         shape: the shape of the whole parameter.
-
-    Raises:
-        UnsupportedLayout: several patterns match, or the split does not fit the shape.
     """
     fitting = [(pattern, split) for pattern, split in splits if fnmatchcase(name, pattern)]
     if not fitting:

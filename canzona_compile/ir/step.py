@@ -180,8 +180,6 @@ class Task:
     """The update of one logical matrix.
 
     Attributes:
-        name: the parameter's name, for people.
-        index: position of the parameter in the optimizer.
         param_group: label of the numbers that it reads; tasks of one label share them. It is the position of the
             parameter group, or another number where counters in the state differ within a parameter group.
         template, placed: names of the template and, from PLACED on, of its cut.
@@ -337,7 +335,6 @@ class Buffer:
     """Memory that one exchange of a micro-group needs between two events.
 
     Attributes:
-        micro_group: index of the micro-group.
         first, last: positions in the schedule of the events between which it is in use, both included.
         slot: index of the memory slot that holds it; -1 while none is assigned.
     """

@@ -41,10 +41,6 @@ class VariantPeriod:
 def variant_period_of(path: Sequence[str], counters: Sequence[Counters]) -> VariantPeriod | None:
     """Find the shortest period that explains a path.
 
-    Args:
-        path: the names of the templates that steps 0, 1, ... took.
-        counters: the counters before each of these steps.
-
     Returns:
         The period; None if no counter grows by one on every step.
     """

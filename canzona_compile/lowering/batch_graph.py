@@ -36,10 +36,6 @@ class Lifter:
 
     Args:
         stacked: names of placeholders that arrive as one tensor [n, ...]. Other tensors arrive as lists of n.
-        single: names of placeholders that all tasks share (numbers).
-        stackable: says which nodes may run on stacks.
-        foreach: use torch's foreach functions where they exist.
-        in_place: nodes that may overwrite their first operand.
     """
 
     def __init__(
@@ -150,9 +146,6 @@ class LoopOver:
     """Target of a node in a lifted graph: `program_ops.each` of something that is no operator.
 
     FX writes operators among the arguments of a call by their names, and other objects not at all.
-
-    Args:
-        target: what is called for each task.
     """
 
     target: Any
@@ -224,9 +217,6 @@ def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casti
     """Lift a prepare graph to lists.
 
     Args:
-        graph: the graph for one task.
-        single: names of placeholders that all tasks share.
-        foreach: use torch's foreach functions where they exist.
         casting: how many of the first results are only copied into buffers. The copy casts, so a cast that would
             compute such a result is left out.
     """
@@ -252,11 +242,7 @@ def lift_stacked(
     """Lift a compute graph to stacks where `stackable` allows it, and to lists elsewhere.
 
     Args:
-        graph: for one task.
         stacked: names of placeholders that arrive as one tensor [n, ...].
-        single: names of placeholders that all tasks share.
-        stackable: says which nodes may run on stacks.
-        foreach: use torch's foreach functions where they exist.
     """
     names = tuple(stacked)
     lifter = Lifter(names, single, stackable, foreach)
@@ -268,14 +254,7 @@ def lift_stacked(
 
 
 def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *, foreach: bool) -> fx.Graph:
-    """Lift an apply graph to lists. It writes its results into the leaves `writes` instead of returning them.
-
-    Args:
-        graph: for one task, one result for each name in `writes`.
-        writes: names of the leaves.
-        single: names of placeholders that all tasks share.
-        foreach: use torch's foreach functions where they exist.
-    """
+    """Lift an apply graph to lists. It writes its results into the leaves `writes` instead of returning them."""
     pairs = list(zip(writes, outputs(graph), strict=True))
     leaf = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
     in_place: set[fx.Node] = set()

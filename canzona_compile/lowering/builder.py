@@ -32,15 +32,10 @@ from canzona_compile.lowering.stream_sync import CALLER, order_streams
 class ProgramBuilder:
     """Collects the graph of a rank program and its inputs.
 
-    Args:
-        step: the step that the program is of, SCHEDULED.
-
     Attributes:
-        graph: the graph so far.
         root: the module that holds the submodules that the graph calls.
         inputs: the inputs so far, by the name of their placeholder.
         collectives: how many collectives the program starts so far.
-        stream: the stream of the next calls.
         event: the event of the schedule that the next calls belong to.
     """
 
@@ -59,12 +54,7 @@ class ProgramBuilder:
         self.written: dict[fx.Node, list[fx.Node]] = {}  # for some calls, the arguments that they write
 
     def bind(self, label: str, value: Input) -> fx.Node:
-        """The placeholder of an input. Equal inputs share one, except for views, indices and byte counts.
-
-        Args:
-            label: the name of the placeholder, which FX makes unique.
-            value: what the runtime binds to it.
-        """
+        """The placeholder of an input. Equal inputs share one, except for views, indices and byte counts."""
         shared = not isinstance(value, Views | Whole | Indices | Bytes)
         if shared and value in self.placeholders:
             return self.placeholders[value]
@@ -115,13 +105,7 @@ class ProgramBuilder:
             self.stream = before
 
     def module(self, name: str, build: Callable[[], fx.Graph], lookup: Callable[[str], fx.Node]) -> fx.Node:
-        """Add the call of a lifted graph.
-
-        Args:
-            name: the name of the submodule that holds the graph.
-            build: makes the graph on first use.
-            lookup: finds an argument by the name of the graph's placeholder.
-        """
+        """Add the call of a lifted graph."""
         name, arguments = self.submodule(name, build, lookup)
         return self.placed(self.graph.call_module(name, tuple(arguments)))
 

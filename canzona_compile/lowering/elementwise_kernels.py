@@ -69,9 +69,6 @@ def one_device(placed: Placed) -> None:
 
     Counters of torch's optimizers, for example, may be on the CPU. The check includes 0-d CPU tensors that a graph
     makes itself: beside CUDA tensors, ATen treats them as numbers, which it rounds in another way than tensors.
-
-    Raises:
-        Unsupported: there are tensors on several kinds of devices.
     """
     nodes = (*placed.prepare.nodes, *placed.apply.nodes)
     kinds = {v.device.type for n in nodes if (v := tensor_value(n)) is not None}
@@ -97,14 +94,7 @@ def early_commits(placed: Placed) -> dict[str, str]:
 
 
 class Kernels:
-    """Writes the generated kernels of a rank program.
-
-    Args:
-        program: the builder of the program.
-
-    Attributes:
-        eager: for each cut that torch runs, the reason.
-    """
+    """Writes the generated kernels of a rank program."""
 
     def __init__(self, program: ProgramBuilder) -> None:
         self.program, self.step = program, program.step
@@ -127,11 +117,6 @@ class Kernels:
 
     def prepare(self, g: GroupView, i: int, segment: TaskSegment) -> bool:
         """Add the prepare graph of a segment to the next launch.
-
-        Args:
-            g: the micro-group.
-            i: index of the segment.
-            segment: the tasks.
 
         Returns:
             False if torch has to run the graph.
@@ -169,12 +154,6 @@ class Kernels:
 
     def apply(self, g: GroupView, i: int, segment: TaskSegment, lookup: Lookup) -> bool:
         """Add the apply graph of a segment to the next launch.
-
-        Args:
-            g: the micro-group.
-            i: index of the segment.
-            segment: the tasks.
-            lookup: finds the value of a placeholder of the graph by its name.
 
         Returns:
             False if torch has to run the graph.

@@ -44,11 +44,6 @@ def aligned(offset: int) -> int:
 def plan_buffers(step: Step, events: Sequence[Event], apart: bool) -> tuple[Buffer, ...]:
     """Find the buffers of a step and assign slots to them.
 
-    Args:
-        step: a step of form BATCHED or later.
-        events: the schedule of its micro-groups.
-        apart: whether one stream copies to and from buffers while another one computes.
-
     Returns:
         The buffers in order of their first use. Two buffers that are in use at the same event never share a slot.
     """
@@ -62,13 +57,8 @@ def lives(step: Step, events: Sequence[Event], apart: bool) -> Iterator[Buffer]:
     state. In these cases the gathered values live until apply.
 
     Args:
-        step: a step of form BATCHED or later.
-        events: the schedule of its micro-groups.
         apart: whether one stream unpacks the next micro-group while another one computes this one. Then the gathered
             values of both live at the same time.
-
-    Yields:
-        The buffers, without slots.
     """
     at = {event: i for i, event in enumerate(events)}
     following = dict(successors(step, events)) if apart else {}
@@ -114,11 +104,7 @@ def assign_slots(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
 
 
 def prepared_slots(step: Step) -> dict[int, int]:
-    """Assign slots to the values that prepare leaves to compute and apply.
-
-    Returns:
-        The slot for each micro-group, by index. These slots come after those of the buffers.
-    """
+    """Assign slots to the values that prepare leaves to compute and apply."""
     first = 1 + max((b.slot for b in step.buffers), default=-1)
     at = {event: i for i, event in enumerate(step.schedule)}
     ordered = sorted(
@@ -129,11 +115,7 @@ def prepared_slots(step: Step) -> dict[int, int]:
 
 
 def lowest_free(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Assign to each span the lowest slot that no overlapping span before it has.
-
-    Args:
-        spans: (first, last) positions of events, both included, sorted by `first`.
-    """
+    """Assign to each span the lowest slot that no overlapping span before it has."""
     busy_until: list[int] = []
     slots = []
     for first, last in spans:
@@ -152,8 +134,6 @@ class ExchangeBuffers:
     A buffer holds one block per rank of the process group, in the order of the process group and without gaps.
 
     Args:
-        exchange: an exchange of one micro-group.
-        at: the (replica, shard) coordinate of the rank.
         peers: the coordinates of the ranks of its process group, including the rank itself.
     """
 
@@ -172,20 +152,11 @@ class ExchangeBuffers:
                 start += size
 
     def byte_counts(self, use: BufferUse) -> tuple[int, ...]:
-        """The size in bytes of the block of each peer, in the order of the peers.
-
-        Args:
-            use: SEND or RECEIVE.
-        """
+        """The size in bytes of the block of each peer, in the order of the peers."""
         return tuple(size for _, size in self._blocks[use])
 
     def places(self, use: BufferUse, task: str, wire: str) -> list[tuple[int, Box]]:
         """Find all pieces of a wire in one of the buffers.
-
-        Args:
-            use: SEND or RECEIVE.
-            task: the name of the task.
-            wire: the name of the wire.
 
         Returns:
             For each piece its offset in the buffer, in bytes, and its box in the whole value.
@@ -194,11 +165,7 @@ class ExchangeBuffers:
 
 
 class RankMemory:
-    """Lays out the buffers of one rank's program.
-
-    Args:
-        step: a step of form SCHEDULED.
-    """
+    """Lays out the buffers of one rank's program."""
 
     def __init__(self, step: Step) -> None:
         self._sizes: dict[int, int] = {}  # bytes, by slot
@@ -213,9 +180,6 @@ class RankMemory:
         """A view of a part of a send or receive buffer.
 
         Args:
-            micro_group: the index of the micro-group.
-            phase: the phase of the exchange.
-            use: SEND or RECEIVE.
             offset: in bytes from the start of the buffer; see `ExchangeBuffers`.
             dtype: the dtype of the view.
             shape: the shape of the view.
@@ -226,9 +190,6 @@ class RankMemory:
         """Reserve memory for a whole send or receive buffer.
 
         Args:
-            micro_group: the index of the micro-group.
-            phase: the phase of the exchange.
-            use: SEND or RECEIVE.
             size: in bytes.
 
         Returns:
@@ -242,7 +203,6 @@ class RankMemory:
         """Reserve memory for whole values of a wire, behind the whole values that the micro-group has so far.
 
         Args:
-            micro_group: the index of the micro-group.
             dtype: the dtype of the wire.
             shape: [n, ...], for the n tasks of a batch.
             one_by_one: whether the tasks compute one after the other. Then each value begins at a multiple of
@@ -255,7 +215,6 @@ class RankMemory:
         """Reserve memory for fragments that prepare leaves to compute or apply, behind those so far.
 
         Args:
-            micro_group: the index of the micro-group.
             dtype: the dtype of the fragments.
             shape: the shape to reserve.
         """

@@ -22,12 +22,9 @@ class TaskSegment:
     """Tasks of a micro-group that share their graphs and hyperparameters and have fragments on this rank.
 
     Attributes:
-        placed: the cut that the tasks share.
-        group: position of their parameter group.
         near: whether their gather runs in this rank's replica.
         empty: whether their fragments have no elements on this rank. Such tasks only update counters, which are 0-d
             tensors of the state that every rank keeps.
-        tasks: the tasks, in order.
     """
 
     placed: Placed
@@ -44,17 +41,9 @@ class TaskSegment:
 class GroupView:
     """A micro-group as one rank sees it, and the nodes that the rank's program has for it so far.
 
-    Args:
-        step: a step of form SCHEDULED.
-        group: the micro-group.
-        rank: a global rank in the grid of the micro-group's tasks.
-        memory: the memory of the rank's program.
-
     Attributes:
-        at: (replica, shard) coordinate of the rank.
         wires: prepared wires and kept values, by the index of their segment and by name.
         results: for each task, its batch and the results of the batch.
-        work: the collectives that were started, by phase.
         commits: what the micro-group's apply writes into resident state: target, value, and the dtypes of both.
     """
 

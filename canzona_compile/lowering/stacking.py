@@ -61,13 +61,7 @@ def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
 
 
 def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
-    """Whether a decomposition is faster in one call for all tasks.
-
-    Args:
-        name: the name of the decomposition in the machine's rates.
-        node: the call for one task.
-        machine: where it runs. On CPU one call is a loop as well, so nothing is gained.
-    """
+    """Whether a decomposition is faster in one call for all tasks."""
     operand = tensor_value(node.all_input_nodes[0])
     if machine.device == "cpu" or operand is None:
         return False
@@ -94,10 +88,8 @@ class StackedCase:
     """A case in which one call for a stack is faster than a call per matrix.
 
     Attributes:
-        operator: its name without `linalg_`.
         torch: the first and the last minor version of torch 2 for which the case holds.
         largest: the number of rows up to which the case holds.
-        why: what torch does then, and who measured what.
     """
 
     operator: str
@@ -121,16 +113,7 @@ TABLE = (
 
 
 def gains(operator: str, rows: int, version: str) -> bool:
-    """Tell whether a batched call is expected to be faster on CUDA.
-
-    Args:
-        operator: "eigh", "qr", "cholesky_ex", "solve_triangular"; others never gain.
-        rows: how many each matrix has.
-        version: that of torch, such as "2.11.0+cu128".
-
-    Raises:
-        ValueError: `version` is not a version of torch.
-    """
+    """Tell whether a batched call is expected to be faster on CUDA."""
     parts = version.split("+")[0].split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ValueError(f"{version!r} is not a version of torch, such as 2.11.0+cu128")

@@ -83,10 +83,6 @@ def order_streams(
     A program whose calls use fewer than two streams beside the caller's stays as it is.
 
     Args:
-        graph: the graph of the program, changed in place.
-        streams: the stream of each call. All calls of `CALLER` come before all other calls.
-        inputs: the inputs of the program, by the name of their placeholder.
-        bind: makes the placeholder that stands for the streams.
         written: for some calls, the arguments that the call writes. Such a call only reads its other arguments.
     """
     calls = [n for n in graph.nodes if n in streams]
@@ -262,11 +258,7 @@ class Analysis:
         return found
 
     def numbered(self) -> list[int]:
-        """Number the events of `orders` from 1 on. Event 0 is the one that the caller's stream records first.
-
-        Returns:
-            The events that the caller's stream waits for at the end.
-        """
+        """Number the events of `orders` from 1 on. Event 0 is the one that the caller's stream records first."""
         after: dict[tuple[str, int], int] = {}
 
         def event(need: tuple[str, int]) -> int:
@@ -287,16 +279,7 @@ def write(
     ends: list[int],
     handle: fx.Node,
 ) -> None:
-    """Insert the calls of `program_ops` that change streams, and record and wait for events.
-
-    Args:
-        graph: the graph of the program, changed in place.
-        calls: the calls that run on streams other than the caller's, in order.
-        streams: the stream of each call.
-        orders: what to write around each call.
-        ends: the events that the caller's stream waits for at the end.
-        handle: the placeholder that stands for the streams.
-    """
+    """Insert the calls of `program_ops` that change streams, and record and wait for events."""
     current = CALLER
     with graph.inserting_before(calls[0]):
         graph.call_function(program_ops.record, (handle, 0))

@@ -40,15 +40,7 @@ MODEST = 2.0**10  # a factor from 1 / MODEST to MODEST may be multiplied after a
 
 
 def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
-    """Rewrite a copy of a graph.
-
-    Args:
-        graph: the graph, which does not change.
-        leaves: names of the placeholders that are symmetric.
-
-    Returns:
-        The copy, in which `sym_gemm` computes the symmetric products.
-    """
+    """Rewrite a copy of a graph."""
     graph = copy.deepcopy(graph)
     known = symmetric_values(graph, leaves)
     for node in known:
@@ -66,14 +58,8 @@ class Call:
     """One call of `sym_gemm`: alpha a b^T + beta c + diag I or, if `trans`, alpha a^T b + beta c + diag I.
 
     Attributes:
-        a: the first factor.
         b: the second factor; None stands for a.
-        trans: which of the two products the call computes.
         flip_b: whether b has to be transposed before the call.
-        alpha: the factor of the product.
-        c: the symmetric addend, if there is one.
-        beta: the factor of c.
-        diag: the factor of the identity.
     """
 
     a: fx.Node
@@ -97,10 +83,6 @@ class Rewriter:
 
     It finds a call for every symmetric product. A call may absorb the nodes that follow the product, such as a sum.
     Only calls that no other call has absorbed are written.
-
-    Args:
-        graph: the graph.
-        known: the proofs for its symmetric values.
     """
 
     def __init__(self, graph: fx.Graph, known: SymmetricValues) -> None:

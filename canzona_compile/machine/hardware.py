@@ -28,11 +28,7 @@ FOLDER = Path(__file__).parents[1] / "data" / "hardware"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A rate by size, linear in the logarithm of the size between its points and constant beyond them.
-
-    Attributes:
-        points: (size, rate), sizes ascending.
-    """
+    """A rate by size, linear in the logarithm of the size between its points and constant beyond them."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -89,7 +85,6 @@ class Hardware:
         host: seconds that a rank's processor spends per matrix on a step's bookkeeping: it looks up gradients and
             state, and chooses the code. Where a device computes, the host does that meanwhile, and the step takes at
             least as long.
-        node, network: links within and between nodes.
         sources: of each rate, by the name of its field: a public figure, or how it was measured.
         measured: names of the fields that were measured on the machine itself; the others are assumed.
     """
@@ -171,9 +166,7 @@ class Machine:
     """What passes may know of the hardware that a step runs on.
 
     Attributes:
-        device: "cpu" or "cuda".
         backend: of the process group: "gloo" or "nccl"; empty if there is none.
-        threads: CPU threads per rank.
         rates: the rates of the hardware; None stands for those that are assumed for the device. Who names the assumed
             ones has the same machine: plans for it have one fingerprint.
     """
@@ -200,14 +193,7 @@ SECONDS = ("launch", "product_calls", "host")  # more of these is slower; of all
 
 @cache
 def named_hardware(name: str) -> Hardware:
-    """Read a kind of machine that comes with the package, or one from a JSON file.
-
-    Args:
-        name: of the kind, as in "h100", or the path of a file.json.
-
-    Raises:
-        CanzonaError: there is no such name or file, or a field is missing, of the wrong type or absurd.
-    """
+    """Read a kind of machine that comes with the package, or one from a JSON file."""
     path = FOLDER / f"{name}.json"
     known = sorted(p.stem for p in FOLDER.glob("*.json"))
     if name not in known:
@@ -248,15 +234,7 @@ def slowed(value: Any, field: str, times: float) -> Any:
 
 
 def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
-    """Check every field of a file and make hardware of it.
-
-    Args:
-        given: the file's JSON object.
-        at: what errors call the file.
-
-    Raises:
-        CanzonaError: a field is missing, unknown, of the wrong type or absurd.
-    """
+    """Check every field of a file and make hardware of it."""
     if given.get("schema") != SCHEMA:
         raise CanzonaError(f"schema is {given.get('schema')!r}, not {SCHEMA}", at=at, hint=ANEW)
     known = {f.name for f in fields(Hardware)}

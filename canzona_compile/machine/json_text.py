@@ -12,11 +12,7 @@ KEPT = "\n\t"
 
 
 def parsed(text: str) -> Any:
-    """Parse the text of a JSON file. Characters that are not printed are spelled in its texts and names.
-
-    Raises:
-        ValueError: it is no JSON, or too deep.
-    """
+    """Parse the text of a JSON file. Characters that are not printed are spelled in its texts and names."""
     try:
         return printable(json.loads(text))
     except RecursionError as error:
@@ -24,15 +20,7 @@ def parsed(text: str) -> Any:
 
 
 def read_json(path: Path, hint: str) -> Any:
-    """Read a JSON file.
-
-    Args:
-        path: of the file.
-        hint: how to get one, for the error if it is no JSON.
-
-    Raises:
-        CanzonaError: it cannot be read, or is no JSON.
-    """
+    """Read a JSON file."""
     try:
         return parsed(path.read_text(encoding="utf-8"))
     except OSError as error:

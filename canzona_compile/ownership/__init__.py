@@ -20,12 +20,7 @@ def planner_named(name: str, *, alpha: float = 1.0, bucket: int = BUCKET) -> Pla
     """The planner of that name. It ignores options that it does not have.
 
     Args:
-        name: the name of a planner.
-        alpha: how far to balance over all buckets, for `AlphaBalanced`.
         bucket: elements at which a bucket closes, for `AlphaBalanced`.
-
-    Raises:
-        CanzonaError: there is no planner of that name.
     """
     match name:
         case "alpha":

@@ -84,15 +84,7 @@ class AlphaBalanced:
         return within_rows(jobs, taken, columns, "elements", load)
 
     def shards(self, jobs: Sequence[Job], rows: int) -> Shards:
-        """Deal the jobs to rows, without the comparison with the static plan.
-
-        Args:
-            jobs: the jobs.
-            rows: the number of rows.
-
-        Returns:
-            For each bucket and each row, the jobs of the row in the order of the buffer.
-        """
+        """Deal the jobs to rows, without the comparison with the static plan."""
         buckets = in_buckets(jobs, self.bucket)
         goal = length(jobs) / rows
         load = [0.0] * rows
@@ -134,11 +126,7 @@ class AlphaBalanced:
 
 
 def static_start(jobs: Sequence[Job], rows: int, bucket: int = BUCKET) -> Shards:
-    """The static layout of Canzona: each bucket is cut into equal chunks; a row owns the jobs that start in its own.
-
-    Returns:
-        For each bucket and each row, the jobs of the row in the order of the buffer.
-    """
+    """The static layout of Canzona: each bucket is cut into equal chunks; a row owns the jobs that start in its own."""
     found: Shards = []
     for own in in_buckets(jobs, bucket):
         whole, start = length(own), 0
@@ -154,7 +142,6 @@ def nearest(ends: list[int], target: float) -> int:
     """Find the boundary that is closest to a target.
 
     Args:
-        ends: boundaries in ascending order; some may be equal.
         target: in the unit of `ends`.
 
     Returns:
@@ -166,14 +153,7 @@ def nearest(ends: list[int], target: float) -> int:
 
 
 def busiest_row(jobs: Sequence[Job], plan: Rows, rows: int, load: LoadByRank) -> float:
-    """The cost of the busiest row, which is the sum over its columns.
-
-    Args:
-        jobs: the jobs.
-        plan: the row of each job, by the index of the job.
-        rows: the number of rows.
-        load: the cost that ranks have already; it counts as well.
-    """
+    """The cost of the busiest row, which is the sum over its columns."""
     total = row_loads(rows, load)
     for job in sorted(jobs, key=lambda j: j.index):
         total[plan[job.index]] += job.cost

@@ -21,12 +21,8 @@ def largest_first(jobs: Iterable[Job], bins: Mapping[Bin, float], by: Quantity) 
     If jobs are equal, the one of lower index comes first. If bins are equal, the lower bin is taken.
 
     Args:
-        jobs: the jobs to distribute.
         bins: for each bin, its load before the first job, in the unit of `by`.
         by: the size of a job: "cost" or "elements".
-
-    Returns:
-        The bin of each job, by the index of the job.
     """
     weight = attrgetter(by)
     heap = [(float(own), name) for name, own in bins.items()]
@@ -45,11 +41,7 @@ def within_rows(jobs: Sequence[Job], rows: Rows, columns: int, by: Quantity, loa
     The authors of Canzona use `by="elements"` inside a data-parallel rank, for one micro-group.
 
     Args:
-        jobs: the jobs.
-        rows: the row of each job, by the index of the job.
-        columns: the number of columns.
         by: the size of a job: "cost" or "elements".
-        load: the cost that ranks have already. It counts only if `by` is "cost".
 
     Returns:
         The owner (r, s) of each job, in the order of `jobs`.

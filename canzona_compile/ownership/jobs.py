@@ -24,7 +24,6 @@ class Job:
     """One matrix.
 
     Attributes:
-        name: the name of the matrix.
         index: its position in registration order; no two jobs share one.
         cost: the cost to compute it once, in FLOPs or seconds; never negative.
         elements: how many elements its fragment has in the buffer of a data-parallel rank: those of the whole matrix,

@@ -23,11 +23,6 @@ class SwapSearch:
     Jobs of equal cost are one *kind*. Kind 0 is "nothing": every place holds it, and a move is a swap for it. For each
     kind a heap finds the place with the least load that holds a job of that kind. A change of a load makes entries of
     the heaps stale. The search drops a stale entry when it comes to the top.
-
-    Args:
-        jobs: the jobs.
-        owners: the place of each job, in the order of `jobs`.
-        total: for each place, the cost of its jobs and of the load that it has besides.
     """
 
     def __init__(
@@ -55,9 +50,6 @@ class SwapSearch:
 
         Args:
             goal: a load in the unit of costs. `ROUNDS` and `PAIRS` are the limits.
-
-        Returns:
-            The place of each job, in the order of `jobs`.
         """
         for _ in range(ROUNDS):
             busiest = self._busiest()
@@ -108,10 +100,6 @@ class SwapSearch:
 
         These are `NEAR` kinds on either side of the one that would make the two places equal, and "nothing". None of
         them moves more than `difference`: that would only make the idlest place the busiest one.
-
-        Args:
-            given: the kind that the busiest place gives away.
-            difference: the load of the busiest place minus that of the idlest one.
         """
         cheapest = bisect_right(self.costs, self.costs[given] - difference)
         even = bisect_left(self.costs, self.costs[given] - difference / 2)

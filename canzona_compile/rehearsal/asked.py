@@ -21,8 +21,6 @@ class LayoutQuestions(TorchFunctionMode):
     """Inside this mode, code that is none of torch's is watched while it asks how gradients lie in memory.
 
     Args:
-        grads: the gradients.
-        params: the parameters.
         asked: gets the names of the methods that are called, among `QUESTIONS` and `ADDRESS`.
     """
 

@@ -66,14 +66,7 @@ def attribute_of(place: str) -> str:
 def refusal(
     optimizer: Optimizer, scenario: Scenario, whole: RehearsedSteps, parts: RehearsedSteps, names: NamesByGroup
 ) -> UnsupportedOptimizer:
-    """Make the error for a step that gives something else for a parameter alone: find out what it reads or writes.
-
-    Args:
-        optimizer: the optimizer.
-        scenario: the steps in which it showed.
-        whole, parts: what they did, to all parameters together and to each separately.
-        names: those of the optimizer's parameters by group, for the error.
-    """
+    """Make the error for a step that gives something else for a parameter alone: find out what it reads or writes."""
     kind = whole.kind
     if parts.error is not None and whole.error is None:
         return UnsupportedOptimizer(

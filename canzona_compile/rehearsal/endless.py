@@ -35,11 +35,7 @@ class Endless(BaseException):
 
 
 class Lines:
-    """Counts the lines of users' code that steps execute.
-
-    Attributes:
-        longest: of the ordinary steps so far.
-    """
+    """Counts the lines of users' code that steps execute."""
 
     def __init__(self) -> None:
         self.longest = 0
@@ -47,14 +43,7 @@ class Lines:
 
     @contextmanager
     def bounded(self, odd: bool) -> Iterator[None]:
-        """Inside this context, a step that executes too many lines is ended. Where a debugger traces, nothing is.
-
-        Args:
-            odd: whether its gradients are such that a training may never have.
-
-        Raises:
-            Endless: it does.
-        """
+        """Inside this context, a step that executes too many lines is ended. Where a debugger traces, nothing is."""
         if sys.gettrace() is not None:
             yield
             return
@@ -81,11 +70,7 @@ class Lines:
 
 
 class NoCrash(TorchDispatchMode):
-    """Inside this mode, operators that end the process for NaN or infinity end the step instead.
-
-    Raises:
-        Endless: such an operator gets one.
-    """
+    """Inside this mode, operators that end the process for NaN or infinity end the step instead."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

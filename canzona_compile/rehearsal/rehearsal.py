@@ -45,7 +45,6 @@ class Habits:
 
     Attributes:
         counters: the numbers that a step counts outside of the state of parameters.
-        writes_gradients: whether a step writes `param.grad`.
         drops_gradients: whether it sets all of them to None.
         aliases: where it holds a gradient itself after a step, and no copy of it, e.g. "self.state[param]['prev']".
         needs_gradients: whether a step does something, or fails, if a parameter has no gradient.
@@ -53,7 +52,6 @@ class Habits:
         asks_layout: what it asks about the layout of gradients in memory, see `LayoutQuestions`.
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
         rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds differently from one by one.
-        draws: whether a step draws random numbers.
     """
 
     counters: frozenset[Counter] = frozenset()
@@ -89,16 +87,7 @@ class CannotBegin(Exception):
 
 
 def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
-    """Rehearse an optimizer. Every rank gets the same, without communication.
-
-    Args:
-        optimizer: the optimizer.
-        names: those of its parameters by group, for errors.
-
-    Raises:
-        UnsupportedOptimizer: its step breaks the contract, or fails in miniature.
-        CanzonaError: it fails because groups lack hyperparameters.
-    """
+    """Rehearse an optimizer. Every rank gets the same, without communication."""
     numbers = [len(group["params"]) for group in optimizer.param_groups]
     meta = (p.device.type == "meta" for group in optimizer.param_groups for p in group["params"])
     if not any(numbers) or any(meta):  # there is nothing to step, or it has no values
@@ -125,12 +114,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
 
 
 def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
-    """Raise CanzonaError if a step fails because groups lack what the constructor gives them.
-
-    Args:
-        optimizer: the optimizer, which may have loaded a state_dict of another one.
-        error: of the step.
-    """
+    """Raise CanzonaError if a step fails because groups lack what the constructor gives them."""
     for g, group in enumerate(optimizer.param_groups):
         lacking = [key for key in optimizer.defaults if key not in group]
         if isinstance(error, KeyError) and error.args and error.args[0] in lacking:
@@ -146,11 +130,7 @@ def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
 def rehearse_stateful(
     optimizer: Optimizer, cast: Sequence[Scenario], names: NamesByGroup, first: CannotBegin
 ) -> list[Habits]:
-    """Rehearse scenarios in which parameters begin with the state that they have, as they cannot without.
-
-    Raises:
-        UnsupportedOptimizer: they have none, or cannot begin with it either.
-    """
+    """Rehearse scenarios in which parameters begin with the state that they have, as they cannot without."""
     try:
         if not any(isinstance(key, Tensor) for key in optimizer.state):
             raise first
@@ -168,11 +148,7 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     """Rehearse a few steps from the present counters on, to see what begins late.
 
     Args:
-        optimizer: the optimizer.
         states: the state of each parameter, with a `Leaf` in place of each tensor whose values do not matter.
-
-    Raises:
-        UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
     """
     now = object.__new__(type(optimizer))
     vars(now).update(vars(optimizer))
@@ -183,12 +159,7 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
 
 
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Habits:
-    """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
-
-    Raises:
-        CannotBegin: the plain optimizer's first step fails.
-        UnsupportedOptimizer: parameters stepped separately do not give what they give together.
-    """
+    """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`."""
     for one in scenario.easier():
         plain = together(optimizer, one)
         apart = take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
@@ -211,13 +182,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
 
 
 def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
-    """Step all parameters together, as the plain optimizer does.
-
-    Raises:
-        CannotBegin: the first step fails.
-        UnsupportedOptimizer: the step writes something outside of the optimizer, or a text, or returns something, or
-            it asks where a DTensor lies.
-    """
+    """Step all parameters together, as the plain optimizer does."""
     found = take_plainly(optimizer, scenario)
     kind = found.kind
     if found.error is not None and not found.after:
@@ -271,7 +236,6 @@ class WithClosure(Plainly):
 
     Attributes:
         calls: what the optimizer held whenever it called the closure.
-        begun: what it held before its step.
     """
 
     def __init__(self) -> None:

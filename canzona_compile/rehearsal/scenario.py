@@ -15,14 +15,9 @@ class Scenario:
     """Steps that are rehearsed.
 
     Attributes:
-        chosen: the parameters that take part.
-        steps: the number of steps.
-        missing: by step, the parameter that has no gradient.
         scales: by step, the factor of the first parameter's gradient.
-        surges: by step, the factor of all gradients.
         rates: by step, the factor of all hyperparameters that are floats, from that step on.
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
-        loops: whether steps do without `foreach`.
         in_place: whether every gradient is written over the one before.
         foreach: whether the optimizer has an option `foreach`, so that steps may do without it.
         stateful: whether parameters begin with small copies of the state that they have now.
@@ -57,11 +52,7 @@ class Scenario:
 
 
 def scenarios(numbers: Sequence[int]) -> list[Scenario]:
-    """Make a short scenario with many parameters and a long one with few.
-
-    Args:
-        numbers: the number of parameters of each group; not all of them 0.
-    """
+    """Make a short scenario with many parameters and a long one with few."""
     filled = [g for g, n in enumerate(numbers) if n]
     groups = {*filled[: MOST_GROUPS - 1], filled[-1]}
     share = max(MOST_PARAMETERS // len(groups), 3)

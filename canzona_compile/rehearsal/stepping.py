@@ -32,10 +32,8 @@ class OneByOne(Plainly):
     """Steps each parameter by itself on a twin, as the owners of its matrices do.
 
     Args:
-        counters: whether the optimizer counts outside of the state of parameters.
         in_order: whether parameters step in their order, as random numbers come in it. Otherwise the last one is the
             first, so that what one step leaves to the next shows.
-        company: what a step sees other than its parameter.
     """
 
     asks: ClassVar[bool] = False
@@ -80,11 +78,7 @@ class OneByOne(Plainly):
 
 @contextlib.contextmanager
 def hidden(params: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Inside this context, parameters have no gradients: what an optimizer does to them beside its step shows.
-
-    Yields:
-        The gradients that they have afterwards.
-    """
+    """Inside this context, parameters have no gradients: what an optimizer does to them beside its step shows."""
     with without_function_modes():
         grads = [param.grad for param in params]
         drop_gradients(params)

@@ -61,19 +61,15 @@ class RehearsedSteps:
     """What steps did.
 
     Attributes:
-        kind: the name of the class of the optimizer.
         first: what the optimizer held before the first step.
         after: by step, everything that the optimizer held after it.
         counters: what they counted outside of the state of parameters.
-        writes_gradients: whether one of them wrote a gradient.
         keeps_gradients: whether one of them left a gradient to its parameter.
         aliases: where the optimizer held a gradient itself after one of them, and no copy of it.
         asks_layout: what they asked about the layout of gradients in memory, see `LayoutQuestions`.
         outside: the places outside of the optimizer that they changed.
         uses_cache: why they need a cache of the user's process, see `CachedCalls`; empty if they do not.
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
-        returned: by step, what it returned.
-        drew: whether they drew random numbers.
         error: what ended the run early; None if it took all steps.
     """
 
@@ -125,11 +121,7 @@ def take_plainly(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
 
 
 def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSteps:
-    """Take the steps of a scenario, up to one of odd gradients that does not end.
-
-    Raises:
-        UnsupportedOptimizer: a step of ordinary gradients does not end.
-    """
+    """Take the steps of a scenario, up to one of odd gradients that does not end."""
     found, lines = RehearsedSteps(first=contents_of(small)), Lines()
     gradients = Gradients(small, scenario)
     for number in range(scenario.steps):
@@ -168,11 +160,7 @@ def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSte
 
 
 class Gradients:
-    """Draws the gradients of a scenario.
-
-    Attributes:
-        memory: where all of them lay so far.
-    """
+    """Draws the gradients of a scenario."""
 
     def __init__(self, small: Miniature, scenario: Scenario) -> None:
         self.small, self.scenario = small, scenario
@@ -214,7 +202,6 @@ def watched(small: Miniature, scenario: Scenario, number: int, lines: Lines, ask
     A mode costs as much as a small operator, and so does counting lines: only the first steps are watched for all.
 
     Args:
-        lines: counts the lines of code that steps execute.
         asked: gets what they ask about the layout of gradients; None if nobody wants to know that.
     """
     grads = [param.grad for param in small.params if param.grad is not None]

@@ -104,11 +104,7 @@ class Copies:
         return id(original) in self._memo
 
     def of(self, value: Any) -> Any:
-        """Copy a value.
-
-        Raises:
-            UnsupportedOptimizer: it holds a generator, which trials would use up.
-        """
+        """Copy a value."""
         known = len(self._memo)
         try:
             return self._of(value)
@@ -407,7 +403,6 @@ def copy_closures(value: Any, copies: Copies) -> None:
     """Copy the functions in some objects, as far as they lead to what is copied already.
 
     Args:
-        value: the objects.
         copies: has the copies of parameters and of the optimizer, and gets those of functions.
     """
     found: dict[int, types.FunctionType] = {}

@@ -30,7 +30,6 @@ class Counter(NamedTuple):
     Attributes:
         home: "group" for a parameter group, "self" for the attributes of the optimizer, "state" for keys of
             `optimizer.state` that are not parameters.
-        key: the key there, as text.
     """
 
     home: Home
@@ -44,14 +43,7 @@ Counts = dict[Counter, Any]
 
 
 def step_alone(twin: Optimizer) -> Counts:
-    """Run a twin's step and find what it counted outside of the state of its parameters.
-
-    Returns:
-        The new value of each number that changed.
-
-    Raises:
-        UnsupportedOptimizer: the step changed something there that is not a plain number.
-    """
+    """Run a twin's step and find what it counted outside of the state of its parameters."""
     vars(twin).update(with_own_containers(vars(twin)))
     before = surroundings(twin)
     with as_written():
@@ -68,11 +60,7 @@ def step_alone(twin: Optimizer) -> Counts:
 
 
 def surroundings(twin: Optimizer) -> dict[Counter, Any]:
-    """Record everything that an optimizer holds outside of the state of its parameters.
-
-    Returns:
-        By place, the identity and the version of a tensor, and the text of any other value.
-    """
+    """Record everything that an optimizer holds outside of the state of its parameters."""
     found: dict[Counter, Any] = {}
     for home, values in around(twin):
         for name, value in state_leaves(values):
@@ -105,13 +93,7 @@ def around(optimizer: Optimizer) -> list[tuple[Home, Mapping[str, Any]]]:
 
 
 def give_counts(twin: Optimizer, counts: Mapping[Counter, Any], known: Iterable[Counter] = ()) -> None:
-    """Give a twin the numbers that an optimizer keeps outside of parameter groups.
-
-    Args:
-        twin: the twin.
-        counts: the numbers. Those of parameter groups are ignored.
-        known: counters that are removed from the twin if `counts` lacks them.
-    """
+    """Give a twin the numbers that an optimizer keeps outside of parameter groups."""
     homes: dict[Home, dict[Any, Any]] = {"self": vars(twin), "state": twin.state}
     for counter, value in counts.items():
         if counter.home in homes:

@@ -84,17 +84,7 @@ def read(state: Mapping[str, Any], path: LeafPath) -> Any:
 
 
 def write(state: dict[str, Any], path: LeafPath, value: Any, structure: Mapping[str, Any]) -> None:
-    """Put a leaf in its place in a state.
-
-    Args:
-        state: the state to write to.
-        path: the keys and indices that lead to the leaf.
-        value: the new leaf.
-        structure: a copy of the containers, from which an entry is made that the state lacks.
-
-    Raises:
-        TypeError: the leaf lies in a tuple.
-    """
+    """Put a leaf in its place in a state."""
     if path[0] not in state:
         state[path[0]] = deep_copy(structure[path[0]])
     holder: Any = state

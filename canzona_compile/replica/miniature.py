@@ -39,16 +39,12 @@ class Miniature:
     that code which reads those of another group does not give the same result by chance.
 
     Args:
-        optimizer: the optimizer.
         chosen: which of its parameters the copy holds. Groups of which it holds none are left out. Others are made
             small, too, where something that the optimizer holds may lead to them.
-        loops: whether `foreach` is off, in groups and as an attribute.
         stateful: whether they have state: small copies of that of the real ones. If not, they have none.
 
     Attributes:
         optimizer: the copy, an object of the class that the user wrote.
-        params: its parameters, group by group.
-        group_of: the index of the parameter group of each.
         kept: objects of the real optimizer that it holds, too, see `copies`.
         calls: knows of the calls of cached functions that it holds.
     """
@@ -212,8 +208,6 @@ def translated(value: Any, known: Mapping[int, int], small_of: Mapping[int, Tens
     """Replace, in containers, what tells parameters apart by what tells the small ones apart.
 
     Args:
-        value: copied containers.
-        known: the id and the address of each small parameter, by those of the real one.
         small_of: the small parameters by the id of the real ones, for weak references, which are not copied deeply.
     """
     if isinstance(value, int) and not isinstance(value, bool):

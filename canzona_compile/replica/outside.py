@@ -39,15 +39,9 @@ class Outside:
     over. Code that finds things in another way, through `globals()` or `sys.modules`, is not followed.
 
     Args:
-        optimizer: the optimizer.
-        label: names values that are not looked into, such as parameters.
-        kept: objects that the optimizer holds and that its copies share, see `copies`.
         calls: gives cached functions empty caches of their own, until `restore`; None leaves them as they are.
 
     As a context it restores what was there where it ends.
-
-    Attributes:
-        reads_variables: whether the code calls `os.getenv`.
     """
 
     def __init__(

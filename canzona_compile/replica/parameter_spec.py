@@ -40,7 +40,6 @@ class ParameterSpec:
         """Describe a parameter.
 
         Args:
-            param: the parameter.
             shape: that of the whole parameter; None for that of `param`.
             grad_dtype: the dtype of its gradient; None for that of the gradient that it has now, if it has one.
         """
@@ -79,9 +78,7 @@ class ParamExample:
     """A parameter on which the optimizer's code is captured.
 
     Attributes:
-        group: its parameter group.
         spec: its shape, dtypes and device.
-        name: its name, for errors.
         state: its portable state, of which only the form matters; None if it has none yet.
     """
 

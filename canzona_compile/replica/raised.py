@@ -67,12 +67,7 @@ class Note:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Around a trial: raise what its code caught.
-
-        Raises:
-            CanzonaError: the first one that was raised, whatever the step made of it.
-            Swallowed: the step caught another error, or was refused, and has ended without one.
-        """
+        """Around a trial: raise what its code caught."""
         self.error = None
         try:
             yield
@@ -104,12 +99,7 @@ class Note:
 
 
 class NotingFakeMode(FakeTensorMode):
-    """A mode of fake tensors that notes what their operators raise.
-
-    Args:
-        note: gets the errors.
-        options: what a `FakeTensorMode` takes.
-    """
+    """A mode of fake tensors that notes what their operators raise."""
 
     def __init__(self, note: Note, **options: Any) -> None:
         super().__init__(**options)
@@ -151,9 +141,6 @@ class NotingShapeEnv(ShapeEnv):
 
     Such a number can be computed with, and scale a tensor. What code asks of it, such as which of two is larger, raises
     where no operator is called.
-
-    Args:
-        note: gets the errors.
     """
 
     def __init__(self, note: Note) -> None:
@@ -170,11 +157,7 @@ class NotingShapeEnv(ShapeEnv):
 
 
 class NotingFunctions(TorchFunctionMode):
-    """Notes what functions and methods of torch raise that call no operator, such as `numpy` of a fake tensor.
-
-    Args:
-        note: gets the errors.
-    """
+    """Notes what functions and methods of torch raise that call no operator, such as `numpy` of a fake tensor."""
 
     def __init__(self, note: Note) -> None:
         super().__init__()
@@ -189,11 +172,7 @@ class NotingFunctions(TorchFunctionMode):
 
 
 class NoCollectives(TorchDispatchMode):
-    """Inside this mode no operator communicates. Code may catch the error; then it is raised where the mode ends.
-
-    Raises:
-        UnsupportedOptimizer: an operator does.
-    """
+    """Inside this mode no operator communicates. Code may catch the error; then it is raised where the mode ends."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -238,14 +217,7 @@ class Provoked(LinAlgError):  # type: ignore[misc]
 
 
 class Provoker(TorchDispatchMode):
-    """Inside this mode one call fails of those that may.
-
-    Args:
-        place: how many such calls succeed before.
-
-    Attributes:
-        failed: the operator that failed; empty before that.
-    """
+    """Inside this mode one call fails of those that may."""
 
     def __init__(self, place: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -71,7 +71,6 @@ class MatrixGenerators:
     """The state of the default generators for one matrix, so that its draws do not depend on its rank or on others.
 
     Args:
-        name: the name of the matrix, from which the seed follows.
         device: the device that it lies on.
 
     Attributes:

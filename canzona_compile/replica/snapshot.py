@@ -55,10 +55,8 @@ class Snapshot:
         label: names values that are not looked into, such as parameters; None for all others.
         bits: whether tensors count by their bits, to compare two runs; if not, by identity and version, to see whether
             the same objects changed.
-        most: the number of places after which it looks at no more.
 
     Attributes:
-        found: by place, what is there.
         undo: puts back what the dicts, lists and sets held that were looked at.
     """
 
@@ -136,8 +134,6 @@ class Held(NamedTuple):
 
     Attributes:
         key: its key, its index, or the name of the attribute or the variable.
-        value: what it is.
-        is_item: whether it is in a container under its key.
     """
 
     key: Any

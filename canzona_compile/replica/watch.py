@@ -34,9 +34,6 @@ class ChangeWatch:
     """Compares what an optimizer has now with the last look, and with what the plan holds.
 
     Every step asks all of this, so each question has a shortcut in C for the answer that nothing changed.
-
-    Args:
-        optimizer: the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -77,14 +74,7 @@ class ChangeWatch:
         return bool(of_optimizer), any(self._changes[name] <= MOST_REHEARSALS for name in names)
 
     def check_followed(self, resident: bool) -> None:
-        """Raise if residents cannot follow what changed. They get attributes that are plain values, and no others.
-
-        Args:
-            resident: whether the optimizer runs as residents.
-
-        Raises:
-            UnsupportedOptimizer: something changed inside of an attribute.
-        """
+        """Raise if residents cannot follow what changed. They get attributes that are plain values, and no others."""
         if resident and self._deep:
             places = some(f"self.{place}" for place in self._deep)
             raise UnsupportedOptimizer(
@@ -155,11 +145,7 @@ class ChangeWatch:
         self._ids = ids_in(state)
 
     def cleared(self) -> list[str]:
-        """Find the tasks whose state the user cleared, as a whole.
-
-        Raises:
-            CanzonaError: the user replaced or removed some of the state of a parameter, but not all.
-        """
+        """Find the tasks whose state the user cleared, as a whole."""
         if self._as_held():
             return []
         state, gone = self.optimizer.state, []

@@ -77,15 +77,7 @@ class Report(RunReport, Printable):
 
 
 def make_report(step: Step, facts: Facts) -> Report:
-    """Work out the figures of a step.
-
-    Args:
-        step: at least SCHEDULED.
-        facts: figures that the step does not contain.
-
-    Raises:
-        InvalidStep: the step has no schedule.
-    """
+    """Work out the figures of a step."""
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to report")
     measured = measured_report(facts.measurement, step)
@@ -105,7 +97,6 @@ def figures_of(step: Step, owned: Step) -> dict[str, Any]:
     """The fields of `Figures` but the measured ones.
 
     Args:
-        step: at least SCHEDULED.
         owned: the same step with the tasks of all ranks: under ZeRO-1 a scheduled step has those of one replica.
     """
     placed = {p.name: p for p in step.placed}

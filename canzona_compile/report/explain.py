@@ -30,7 +30,6 @@ class ExplainedParameter:
 
     Attributes:
         name: its name; "name[part]" for a part of a parameter that is split.
-        shape: of the whole parameter, or of the part.
         how: "compiled" (a graph computes its update), "eager" (the optimizer's own code does, on an owner rank that
             has the whole matrix), "local" (elementwise: each rank updates its fragment) or "refused".
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
@@ -92,17 +91,7 @@ def explain_all(sessions: Sequence[Session]) -> Explanation:
 
 
 def explained(session: Session) -> tuple[ExplainedParameter, ...]:
-    """Tell how each parameter is updated: by the plan in use, or before the first step by a plan made for this.
-
-    Args:
-        session: of a wrapped optimizer, or one made for this call.
-
-    Returns:
-        One entry per parameter, or per part of a parameter that is split.
-
-    Raises:
-        CanzonaError: no plan can hold all parameters together. A parameter that is refused by itself is only reported.
-    """
+    """Tell how each parameter is updated: by the plan in use, or before the first step by a plan made for this."""
     return _explained_ahead(session) if session.driver is None else tuple(rows_of(session.driver.plan))
 
 

@@ -61,8 +61,6 @@ class Scripted:
 
     Attributes:
         figures: by the id of the element that shows it.
-        tables: long ones, see `coded`.
-        lists: the lists of names that a click shows.
     """
 
     figures: dict[str, Any] = field(default_factory=dict)

@@ -10,14 +10,7 @@ MARKS = {"bold": "**", "code": "`"}
 
 
 def markdown(page: PageModel) -> str:
-    """Write a page.
-
-    Args:
-        page: anything; names in its tables stay in their cells.
-
-    Returns:
-        Markdown, with a line break at the end.
-    """
+    """Write a page."""
     title = [f"## {page.title}"] if page.title else []
     figures = [f"- **{text_of(own.value)}** {own.name.replace(chr(10), ' ')}" for own in page.figures]
     head = [*title, "\n".join(figures), *page.remarks]

@@ -62,10 +62,6 @@ def predict(step: Step, hardware: Hardware) -> Prediction:
 def predict_mean(steps: Sequence[Step], hardware: Hardware) -> tuple[dict[str, float], float]:
     """Predict the mean of some steps.
 
-    Args:
-        steps: the steps, of which many may be the same one.
-        hardware: the rates.
-
     Returns:
         Seconds by phase, and seconds of a whole step.
     """
@@ -166,11 +162,7 @@ def simulated_steps(measurement: Measurement, reported: Step) -> tuple[Step, ...
 
 
 def read_measured(path: str | Path) -> MeasuredReport:
-    """Read the measured steps of a report that was written as JSON.
-
-    Raises:
-        CanzonaError: there is no such file, or it holds no report with measured steps.
-    """
+    """Read the measured steps of a report that was written as JSON."""
     hint = "write it with `canzona-compile profile --json`, or optimizer.canzona.report().to_json() after measure()"
     try:
         found = parsed(Path(path).read_text(encoding="utf-8"))
@@ -190,7 +182,6 @@ def measured_phase(name: str, taken: Mapping[int, Sequence[float]], expected: Ma
     """Sum up one phase.
 
     Args:
-        name: of the phase.
         taken: by rank, its seconds in each step.
         expected: predicted seconds by phase.
     """

@@ -20,8 +20,6 @@ class Words:
 
     Attributes:
         style: "bold", "dim", "code", "formula" or a colour.
-        remark: what follows it, in faint letters.
-        about: a further remark, where there is much room.
     """
 
     text: str
@@ -65,12 +63,10 @@ class PageTable:
         headers: of the columns, each with a unit after a colon: "s", "B" or "FLOP" of quantities, "n" of other numbers,
             ">" of texts that are right-aligned, "~" of texts that may go on in the next line.
         rows: the cells; a short row has none in the last columns.
-        title: what the table lists.
         chosen: for each row whether it is the choice among all of them; empty if nothing is chosen.
         names: the column of dotted names, which may be long.
         least: letters of each column at least, so that tables below one another align.
         bare: whether the headers are those of a table above.
-        framed: whether lines separate the cells.
         search: an example of what to look for in a long table; empty if it is not long.
         indent: columns on its left, where letters are of one width.
     """
@@ -126,10 +122,8 @@ class Bars:
     """Quantities beside one another, each made of parts.
 
     Attributes:
-        title: what is drawn.
         unit: of all values: "FLOP", "s" or "B".
         parts: the name of each part, and its kind (see `TimelineEvent`) or the number of what it stands for.
-        bars: at least one.
         of: what each bar of a series is of, such as "rank"; empty if the bars are alternatives.
     """
 
@@ -162,10 +156,7 @@ class TimelineEvent:
     Attributes:
         begin, end: seconds.
         kind: "compute", "elementwise", "gather", "scatter", "exchange", "wait", "buffers", ...
-        number: that of what it belongs to.
-        title, remarks: what to say of it.
         names: the things that it deals with; there may be many.
-        height: the share of the lane's height that it takes.
     """
 
     begin: float
@@ -233,13 +224,9 @@ class PageModel:
     """A page.
 
     Attributes:
-        body: from top to bottom.
         kind: what it is; empty for a page without a headline.
-        title: what it is about.
         about: a sentence on all of it, where there is much room.
-        figures: the most important ones.
         remarks: lines below the figures; empty ones are left out.
-        facts: names and values, where there is much room.
     """
 
     body: tuple[Block, ...]

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class Printable:
-    """What people read as a page: print it, also with rich or in a notebook.
-
-    Attributes:
-        text_width: columns of its text.
-    """
+    """What people read as a page: print it, also with rich or in a notebook."""
 
     __slots__ = ()
     text_width: ClassVar[int] = 80

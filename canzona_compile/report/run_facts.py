@@ -24,11 +24,7 @@ from canzona_compile.session.session import Session
 
 
 def facts_of(session: Session) -> Facts:
-    """Collect the facts of the plan in use.
-
-    Raises:
-        CanzonaError: no step has run yet.
-    """
+    """Collect the facts of the plan in use."""
     session.last()
     driver, options = session.driver, session.options
     assert driver is not None
@@ -55,11 +51,7 @@ def facts_of(session: Session) -> Facts:
 
 
 def facts_of_all(sessions: Sequence[Session]) -> Facts:
-    """Collect the facts of the plans of several optimizers that step one after the other.
-
-    Raises:
-        CanzonaError: one of them has not stepped yet.
-    """
+    """Collect the facts of the plans of several optimizers that step one after the other."""
     every = [facts_of(session) for session in sessions]
     return replace(
         every[sessions.index(with_matrices(sessions))],
@@ -75,11 +67,7 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
 
 
 def with_matrices(sessions: Sequence[Session]) -> Session:
-    """Find the first optimizer that has tasks which need an owner, or the first of all if none has.
-
-    Raises:
-        CanzonaError: one of them has not stepped yet.
-    """
+    """Find the first optimizer that has tasks which need an owner, or the first of all if none has."""
     for session in sessions:
         session.last()
     plans = [(session, session.driver.plan) for session in sessions if session.driver is not None]

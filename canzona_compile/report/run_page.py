@@ -190,12 +190,7 @@ def memory_sentences(report: RunReport) -> Sequence[str]:
 
 
 def by_reason(pairs: Iterable[tuple[str, str]], one: str, many: str = "") -> Iterator[Block]:
-    """List parameters that share a reason together.
-
-    Args:
-        pairs: of a name and its reason.
-        one, many: what to call them, in singular and plural.
-    """
+    """List parameters that share a reason together."""
     for reason, names in names_by_reason(pairs).items():
         yield note(f"{plural(len(names), one, many)}: {reason}", "bold")
         yield note(some(names, 4), "dim", indent=2)

@@ -39,8 +39,6 @@ class ProfileReport:
 
     Attributes:
         together: if all matrices do that work on the same step.
-        apart: if `stagger=True`.
-        staggered: whether this plan has `stagger=True`.
     """
 
     together: tuple[float, ...]
@@ -53,16 +51,10 @@ class MeasuredPhase:
     """What measured steps spent in one phase, in seconds.
 
     Attributes:
-        name: "prepare", "gather", "compute", ...
-        about: what happens in it.
         mean: over ranks and steps. The means of all phases add up to that of the step, less what streams do at once.
-        median: over steps, of the mean rank.
         worst: of the longest step, of the mean rank. It differs from the mean where some steps do more than others.
         slowest_rank: the global rank that takes longest in the mean step.
-        slowest: how long it takes.
-        skew: `slowest` over `mean`.
         predicted: of the mean step; None where nothing predicts it, or with rates that were not measured.
-        error: predicted over `mean`, less 1.
     """
 
     name: str
@@ -84,17 +76,10 @@ class MeasuredReport:
     Seconds are means over ranks and steps.
 
     Attributes:
-        steps, ranks: how many were measured.
-        clock: how.
         seconds: of a step. Under ZeRO-1 the reductions before it and the gathers after it are included.
-        worst_seconds: of the longest step.
         predicted_seconds: of a step, by the simulation of the steps that were measured; None if `assumed` has rates.
-        error: predicted over measured, less 1.
-        exposed: in which computing waited for communication.
-        exposed_worst: the same of the rank that waits longest.
         overlapped: in which streams of a device were in several phases at once; 0 on CPU.
         assumed: names of the rates, among those that predictions use, that were not measured on this machine.
-        phases: in the order of a step.
     """
 
     steps: int
@@ -116,16 +101,11 @@ class RunFigures:
     """The figures of a run that its step does not contain.
 
     Attributes:
-        world_size: ranks of the job.
         captures: how many graphs Dynamo was asked for since `wrap`.
         local: parameters that the optimizer's own eager step updates on their fragments.
         fallbacks: task name -> why the owner runs the eager step instead of a graph.
         suggestions: what the user could do to make the step cheaper, one sentence each.
-        numerics: "exact" or "fast".
-        variants: control-flow variants captured so far.
-        rank_programs: programs that this rank has emitted so far.
         capacity: the most bytes that a micro-group gathers to one rank, unless a matrix alone is larger.
-        memory: the buffers of this rank.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
     """
@@ -172,10 +152,8 @@ class TemplateReport:
 
     Attributes:
         kind: the kind of layout that the cut is for, e.g. "sharded+aligned".
-        tasks: number of matrices that use it.
         formula: FLOPs of the graph that the owner runs for one matrix of m x n, a sympy expression. With fast numerics
             the owner runs the graph on Gram matrices, where there is one. Symmetric products count in full.
-        flops: its value.
         resident: state that only the owner holds.
         interpreted: why the optimizer's own eager step runs; empty if a graph does.
     """
@@ -221,9 +199,7 @@ class GroupReport:
     """A micro-group. Bytes are those that ranks send to other ranks.
 
     Attributes:
-        tasks: names.
         makespan_flops: FLOPs of its busiest owner.
-        collectives: how many each rank of the grid takes part in.
     """
 
     index: int
@@ -252,9 +228,6 @@ class BucketReport:
 
     Attributes:
         index: its position; the gradients of bucket 0 are complete first.
-        dtype: of its parameters and gradients.
-        parameters: how many it holds.
-        elements: how many it holds, without padding.
         padding: elements that padding and alignment add.
         uniform: whether all shards are padded to equal length.
         shards: elements of each owner's shard, without padding.
@@ -277,7 +250,6 @@ class DataParallelReport:
         owners: the number of data-parallel ranks that share the matrices.
         buckets: in the order in which backward completes them.
         backward_bytes: to reduce gradients to their owners.
-        step_bytes: during the step: none.
         forward_bytes: to gather parameters, after the step or under the next forward pass.
     """
 
@@ -293,7 +265,6 @@ class Figures:
     """What a plan decides, in figures: the part that a report of a run and a forecast have in common.
 
     Attributes:
-        depth: micro-groups in flight at once.
         collectives_per_step: how many each rank of a micro-group's grid takes part in. With owners there are two on a
             sharded grid, one on a replicated grid, and three on a grid that is both. Where every rank computes
             everything, a sharded grid has one gather, and a replicated grid has one meeting of all replicas.

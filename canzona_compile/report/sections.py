@@ -122,11 +122,7 @@ def event(span: Span) -> TimelineEvent:
 
 
 def classes_of(values: Sequence[float], most: int) -> tuple[list[int], list[tuple[float, float]]]:
-    """Count values in `most` equal classes, or in one if all are equal but for rounding.
-
-    Returns:
-        How many values are in each class, and where each begins and ends.
-    """
+    """Count values in `most` equal classes, or in one if all are equal but for rounding."""
     low, high = min(values), max(values)
     if math.isclose(low, high, rel_tol=1e-9):
         return [len(values)], [(high, high)]
@@ -256,12 +252,7 @@ def mark(i: int) -> str:
 
 
 def cost_section(found: Sequence[TemplateReport], more: Mapping[str, Sequence[float]] | None = None) -> Section:
-    """List templates, and the formulas that they share.
-
-    Args:
-        found: the templates.
-        more: by the header of a further column, a number for each of them.
-    """
+    """List templates, and the formulas that they share."""
     if not found:
         return Section("Cost", ())
     formulas = list(dict.fromkeys(map(formula, found)))

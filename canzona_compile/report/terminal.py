@@ -41,14 +41,7 @@ PLAIN = {"code": "", "formula": ""}  # styles that a terminal does not have
 
 
 def render(page: PageModel) -> RenderableType:
-    """Lay out a page.
-
-    Args:
-        page: anything; with a headline it becomes at most `WIDEST` columns wide.
-
-    Returns:
-        What a console of any width and encoding prints.
-    """
+    """Lay out a page."""
     headline = [panel(page)] if page.kind else []
     return Constrain(Encodable(Group(*headline, *rendered(page.body))), WIDEST if page.kind else None)
 

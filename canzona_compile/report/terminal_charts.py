@@ -52,9 +52,7 @@ class Strip:
     """One line of stretches, as wide as its column; a stretch of any length gets at least one cell.
 
     Attributes:
-        total: the value that the whole width stands for.
         stretches: in order; the later one wins a cell that two of them need.
-        idle: the letter between stretches.
     """
 
     total: float

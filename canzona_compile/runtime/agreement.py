@@ -26,8 +26,6 @@ class Topic(NamedTuple):
 
     Attributes:
         problem: what a difference means, with the `call`, what each rank has `said`, or the first `line` that differs.
-        hint: what to do about it.
-        kind: the error that it is.
     """
 
     problem: str
@@ -81,7 +79,6 @@ class Agreement:
 
     Args:
         channel: of the ranks; None if this rank is alone, which compares nothing.
-        what: what it concerns, as "Muon optimizer".
     """
 
     def __init__(self, channel: Channel | None, what: str) -> None:
@@ -138,16 +135,7 @@ class Agreement:
         It is an all-reduce of two integers; texts are exchanged only if they differ.
 
         Args:
-            call: what this rank is about to do.
-            by_topic: the details. Those of `TOPICS` must be equal on all ranks.
             error: what keeps this rank from it; None if nothing does.
-            apart_from: what was promised and this call does not have to complete.
-
-        Returns:
-            The details of each rank, in their order.
-
-        Raises:
-            CanzonaError: a rank cannot go on, or does something else, or with other details. Every rank raises.
         """
         if self.channel is None:
             if error is not None:
@@ -171,11 +159,7 @@ class Agreement:
         return told
 
     def share(self, text: str, error: CanzonaError | None = None) -> list[str]:
-        """Gather a text from every rank, in their order. This is a collective on the host.
-
-        Raises:
-            CanzonaError: a rank failed, or an `error` keeps one from planning. Every rank raises.
-        """
+        """Gather a text from every rank, in their order. This is a collective on the host."""
         return [own["text"] for own in self.compare(PLANNING, {"text": text}, error)]
 
     @property

@@ -39,9 +39,6 @@ class SharedSlots:
         Args:
             sizes: the least size of each slot in bytes.
             device: the device of new memory. All slots of one object lie on the same device.
-
-        Returns:
-            The slots in the order of `sizes`.
         """
         order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
         for size in (sizes[i] for i in order[len(self._slots) :]):

@@ -53,7 +53,6 @@ class Notice(NamedTuple):
     Attributes:
         doing: the call, and the optimizer or the model that it concerns.
         failure: the error that keeps the rank from the call; empty if none does.
-        told: details that the caller compares.
     """
 
     doing: str
@@ -89,11 +88,7 @@ class Announcement:
         return self._finished and self._error is not None
 
     def finish(self) -> None:
-        """Wait for the other ranks, and find out whether they do the same.
-
-        Raises:
-            CanzonaError: a rank died, or failed on its way through a call.
-        """
+        """Wait for the other ranks, and find out whether they do the same."""
         if self._finished:
             return
         channel = self._channel
@@ -126,11 +121,7 @@ class Announcement:
             )
 
     def result(self) -> list[str]:
-        """Wait for the other ranks, and return what each of them told, in their order.
-
-        Raises:
-            CanzonaError: a rank cannot go on, or does something else. Every rank raises, and nothing has begun.
-        """
+        """Wait for the other ranks, and return what each of them told, in their order."""
         self.finish()
         if self._error is not None:
             self._channel.complete()  # a rank that announced something else may have done so already
@@ -141,16 +132,9 @@ class Announcement:
 class Channel:
     """Where a set of ranks announce what they are about to do. The constructor is a collective of these ranks.
 
-    Args:
-        ranks: the global ranks, ascending.
-        timeout: how long an announcement waits for the other ranks.
-
     Attributes:
         groups: process groups of the host, for announcements alone: the user's groups may be in use in other threads.
             What all of them reduce, one after the other, is reduced over all ranks.
-        announced: how often this rank announced something.
-        store: holds keys of this channel alone.
-        broken: why no rank can go on here; empty if all can.
         under_way: who runs collectives of data on these ranks; the first one may start some.
         promised: those of which ranks have agreed that they complete collectives later, in their order; the values mean
             nothing.
@@ -215,9 +199,6 @@ class Channel:
         """Start to announce a call, with details that the caller compares, or the error that keeps this rank from it.
 
         The caller has to ask for the result before it begins collectives.
-
-        Raises:
-            CanzonaError: the channel is broken.
         """
         self.check()
         if self._last is not None:
@@ -252,11 +233,7 @@ class Channel:
     # -- errors --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if an earlier call ended on its way.
-
-        Raises:
-            CanzonaError: its collectives may still wait for partners, and would get the data of this call.
-        """
+        """Raise if an earlier call ended on its way."""
         if self.broken:
             raise CanzonaError(
                 f"an earlier step failed midway, so ranks may hold parameters of different steps: {self.broken}",
@@ -300,11 +277,7 @@ class Channel:
             self.store.add("news", 1)
 
     def listen(self) -> None:
-        """Hear, while this rank waits, whether another one failed.
-
-        Raises:
-            CanzonaError: a rank failed. The channel is broken.
-        """
+        """Hear, while this rank waits, whether another one failed."""
         try:
             text = self._heard()
         except RuntimeError as error:
@@ -373,12 +346,8 @@ def channel_of(ranks: Sequence[int], group: dist.ProcessGroup, device: torch.dev
     """Return the channel of some ranks. If it is new, this is a collective of theirs. It ends with the default group.
 
     Args:
-        ranks: the global ranks.
         group: a process group of some of them; a new channel has its timeout for tensors of the device.
         device: the device.
-
-    Raises:
-        CanzonaError: the channel is broken. Process groups of these ranks have collectives that never complete.
     """
     world: Any = dist.group.WORLD
     known = _channels.setdefault(world, {})

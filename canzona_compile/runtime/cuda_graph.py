@@ -71,15 +71,10 @@ class Replay:
     """Runs one program on CUDA, and records it when it can be replayed.
 
     Args:
-        program: the program, as `emit` wrote it.
         device: the device of its tensors.
-        entered: makes the program's streams ready; see `streams`.
         recorder: records stretches; None stands for a `GraphRecorder`.
-        wanted: whether to record at all. If not, the program runs call by call.
 
     Attributes:
-        state: what it does next.
-        recordings: how many recordings were made so far.
         called: the stretches that run call by call for good, with the reasons.
     """
 
@@ -128,11 +123,7 @@ class Replay:
         return f"{'a CUDA graph' if count == 1 else f'{count} CUDA graphs'}, recorded {times}{beside}"
 
     def run(self, arguments: Sequence[Any]) -> None:
-        """Run the program once: replay it, or record it, or run it call by call.
-
-        Args:
-            arguments: one per input of the program.
-        """
+        """Run the program once: replay it, or record it, or run it call by call."""
         if self.state is not ReplayState.STOPPED:
             self._follow(arguments)
         match self.state:

@@ -22,7 +22,6 @@ class Copy(NamedTuple):
     """A parameter of which several ranks hold copies.
 
     Attributes:
-        name: the name of its task.
         grid: its ranks; those of a column hold equal copies.
         param: the parameter, with its gradient if it has one.
     """

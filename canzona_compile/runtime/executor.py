@@ -54,9 +54,7 @@ class Numbers(Protocol):
         """The value of a hyperparameter on this step.
 
         Args:
-            template: the name of the template whose code reads it.
             label: the index of the param group, or another number if the tasks of a param group read several values.
-            name: the name of the hyperparameter in the template.
         """
 
 
@@ -66,11 +64,6 @@ class Sources:
 
     Attributes:
         device: the device of parameters and buffers.
-        groups: finds process groups by their ranks.
-        watch: waits for collectives.
-        tensors: parameters, gradients and state.
-        numbers: hyperparameters.
-        eager: the context of eager steps.
     """
 
     device: torch.device
@@ -89,9 +82,6 @@ class Executor:
     gradients, state and numbers.
 
     Args:
-        program: the program that `emit` wrote for this rank.
-        sources: what its inputs are bound to.
-        memory: the slots from which it takes its buffers.
         cuda_graphs: whether the program may be recorded as a CUDA graph. It counts on CUDA only.
     """
 
@@ -129,11 +119,7 @@ class Executor:
             self.replay.moved()
 
     def arguments(self) -> list[Any]:
-        """Look up the program's arguments for this step.
-
-        Returns:
-            One entry per input. The list is the executor's own and is rewritten on each call.
-        """
+        """Look up the program's arguments for this step."""
         for i, lookup in self._lookups:
             self._arguments[i] = lookup()
         return self._arguments

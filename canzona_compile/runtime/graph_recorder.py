@@ -83,10 +83,6 @@ class GraphRecorder:
 
         Other threads, such as NCCL's watchdog, may use the device meanwhile. Only this thread may not do what cannot
         be recorded.
-
-        Raises:
-            Exception: something in the run cannot be recorded. Nothing was executed, and the device is as it was
-                before.
         """
         with contextlib.suppress(torch.OutOfMemoryError):
             return self._record(run, stream)

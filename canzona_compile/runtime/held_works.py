@@ -20,19 +20,11 @@ _started: list[dist.Work] = []
 
 
 def hold(work: dist.Work) -> None:
-    """Keep a collective that was started, whoever forgets it.
-
-    Args:
-        work: a collective over gloo.
-    """
+    """Keep a collective that was started, whoever forgets it."""
     _started.append(work)
 
 
 def waited(work: dist.Work) -> None:
-    """Keep a collective that is done for a while longer.
-
-    Args:
-        work: the collective, whether or not it was given to `hold`.
-    """
+    """Keep a collective that is done for a while longer."""
     _done.append(work)
     _started[:] = [own for own in _started if own is not work]

@@ -17,7 +17,6 @@ class KernelWords:
     """The words of the kernels that are recorded of one program.
 
     Args:
-        calls: the calls of these kernels.
         device: the device.
     """
 
@@ -54,10 +53,6 @@ class KernelWords:
 
     def send(self, places: Mapping[int, list[int]], arguments: Sequence[Any]) -> bool:
         """Send the numbers of this step, and where tensors are, on the caller's stream.
-
-        Args:
-            places: by input of the program, the addresses of its tensors.
-            arguments: those of the program.
 
         Returns:
             Whether what was recorded can be replayed. It cannot if a table was built again since, because a recorded

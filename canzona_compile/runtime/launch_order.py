@@ -30,8 +30,6 @@ def keep_launch_order(groups: Iterable[dist.ProcessGroup], device: torch.device,
     It does nothing if the variable is 1, or unless two of the groups have several ranks and use NCCL.
 
     Args:
-        groups: those that are in use at a time.
-        device: of the tensors.
         certain: whether they will be. Otherwise there is no warning, but the variable is set if that is possible.
     """
     if os.environ.get(VARIABLE) == "1":

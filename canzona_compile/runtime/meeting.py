@@ -30,13 +30,7 @@ Ranks = tuple[int, ...]
 
 
 class Purpose(NamedTuple):
-    """What a meeting is for, for messages.
-
-    Attributes:
-        call: the call that needs all members.
-        why: why it needs them, as a clause.
-        hint: what to do if one of them does not come.
-    """
+    """What a meeting is for, for messages."""
 
     call: str
     why: str
@@ -72,14 +66,7 @@ class Attendance:
 
 
 class Meeting:
-    """The meetings of some ranks, one after the other.
-
-    Args:
-        store: holds the keys of these meetings alone.
-        ranks: the global ranks of the members, ascending.
-        rank: this rank, global.
-        hear: raises if a member failed for good.
-    """
+    """The meetings of some ranks, one after the other."""
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int, hear: Callable[[], None]) -> None:
         self.store, self.ranks, self.rank, self._hear = store, tuple(ranks), rank, hear
@@ -96,12 +83,7 @@ class Meeting:
             self._vote(self._met())
 
     def wait(self, told: str, purpose: Purpose) -> None:
-        """After `arrive`, wait until all members have come, and compare what they came for.
-
-        Raises:
-            CanzonaError: a member did not come in time, failed, or came for something else. Nothing is pending then:
-                all members can meet again.
-        """
+        """After `arrive`, wait until all members have come, and compare what they came for."""
         try:
             verdict = self._await(told)
         except BaseException:  # an interrupt, too: the others must not take this rank for one that goes on
@@ -191,9 +173,6 @@ def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], 
     """Wait until all ranks have come that a call needs, before it begins collectives.
 
     `told` has a text per set of ranks: what this rank means to do with them.
-
-    Raises:
-        CanzonaError: a rank did not come in time, failed, or means to do something else; or the store is gone.
     """
     # A set within another one of this rank lies within it on all of its ranks: they meet in the larger one.
     sets = [ranks for ranks in sorted(told) if not any(set(ranks) < set(other) for other in told)]

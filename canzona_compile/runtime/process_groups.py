@@ -31,11 +31,7 @@ class Groups:
         self._warm: set[Ranks] = set()
 
     def learn(self, candidates: Iterable[DeviceMesh | dist.ProcessGroup]) -> None:
-        """Remember process groups that the user made. Those whose ranks are not ascending are left out.
-
-        Args:
-            candidates: process groups, and meshes with one process group per dimension.
-        """
+        """Remember process groups that the user made. Those whose ranks are not ascending are left out."""
         for candidate in candidates:
             if isinstance(candidate, DeviceMesh):
                 groups = [candidate.get_group(i) for i in range(candidate.ndim)]

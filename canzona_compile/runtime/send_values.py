@@ -38,10 +38,7 @@ def send_values(values: Any, source: int, group: dist.ProcessGroup, device: torc
 
     Args:
         values: on the source, what can be pickled; one tensor in several places stays one. Other ranks give anything.
-        source: the global rank that sends.
-        group: the group.
         device: the device of the group's communicator.
-        watch: waits for collectives.
 
     Returns:
         The values; tensors that lie on a GPU there lie on `device` here.

@@ -79,7 +79,6 @@ class NotedStep:
     """What a clock has noted of a step.
 
     Attributes:
-        turns: on all lanes, in the order of the host.
         outer: the begin and end of each part of the step that lies in no other one.
     """
 
@@ -114,13 +113,7 @@ class StepClock:
                 self._outer.append((begin, end))
 
     def turn(self, act: str, group: int = -1, lane: str = COMPUTE) -> Any:
-        """Note that a lane does something else from now on, and return this moment.
-
-        Args:
-            act: what it does; empty if nothing.
-            group: the index of the micro-group.
-            lane: the lane, whose stream is the current one.
-        """
+        """Note that a lane does something else from now on, and return this moment."""
         at = self._now()
         self._turns.append(Turn(act, group, lane, at))
         return at

@@ -48,7 +48,6 @@ class CudaStreams:
     """CUDA streams and events of one program. Each event is created once and recorded again on every run.
 
     Args:
-        wanted: the names of the streams and the number of events that the program uses.
         device: the CUDA device.
     """
 
@@ -115,7 +114,6 @@ def stream_named(name: str, device: int) -> Any:
     products.
 
     Args:
-        name: the name of the stream.
         device: the index of the CUDA device.
     """
     return torch.cuda.Stream(device, priority=FIRST if name == PACK else 0)

@@ -43,7 +43,6 @@ class KernelCall:
     """A call of a generated kernel, which takes addresses and numbers from words.
 
     Attributes:
-        kernel: the kernel.
         operands: the lists of tensors among its operands that are inputs of the program: for each one, the index of
             the input, the part of the call, and the index of the list among those of the part.
         numbers: for each part that reads numbers, the graph that computes them on the host, and the inputs that it
@@ -61,14 +60,10 @@ class ProgramStretch:
 
     Attributes:
         module: takes the values of `inputs` and returns a tuple of those of `outputs`.
-        stream: the name of the stream.
         launches: whether any call gives the device something to do; the others only look at tensors.
-        inputs: the values that it reads.
-        outputs: the values that later calls read.
         over: the values that nothing after this stretch reads. What `keep` names is never among them: so no other
             stretch of the program gets its memory. Other programs do: between programs, all streams wait for one
             another.
-        kernels: its generated kernels.
         kept: the program's inputs that anything else in it reads, by index: tensors, whose addresses a recording keeps,
             and numbers, which it keeps, too.
         obstacle: why it cannot be recorded, as far as its code shows; empty if nothing speaks against it.
@@ -92,15 +87,7 @@ class ProgramStretch:
 
 
 class CutProgram:
-    """A program as stretches and the calls between them.
-
-    Args:
-        program: the program.
-
-    Attributes:
-        parts: the stretches and the calls, in order.
-        stretches: the stretches.
-    """
+    """A program as stretches and the calls between them."""
 
     def __init__(self, program: Program) -> None:
         self.placeholders = [n for n in program.module.graph.nodes if n.op == "placeholder"]
@@ -111,7 +98,6 @@ class CutProgram:
         """Run the program once. Values that `keep` names are there until the end.
 
         Args:
-            arguments: one per placeholder.
             launch: runs a stretch, given the values so far, and adds to them what later calls need.
         """
         values = dict(zip(self.placeholders, arguments, strict=True))

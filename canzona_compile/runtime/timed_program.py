@@ -26,11 +26,7 @@ def turn(clock: StepClock, act: str, group: int, lane: str) -> None:
 
 
 class TimedProgram:
-    """A program that runs with a clock.
-
-    Args:
-        program: the program, as `emit` wrote it.
-    """
+    """A program that runs with a clock."""
 
     def __init__(self, program: Program) -> None:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -43,12 +39,7 @@ class TimedProgram:
         self.module = fx.GraphModule(program.module, graph, class_name="TimedProgram")
 
     def run(self, clock: StepClock, arguments: Sequence[Any]) -> None:
-        """Run the program once.
-
-        Args:
-            clock: notes the acts.
-            arguments: one per input of the program.
-        """
+        """Run the program once."""
         with clock.during(OTHER):
             self.module(clock, *arguments)
 

@@ -39,10 +39,7 @@ class Waiter:
     """Waits for the collectives of a step and listens meanwhile. Implements `program_ops.Watch`.
 
     Args:
-        listeners: those that listen; the collection may grow later.
         device: the device of the tensors that the collectives move.
-        hint: what a collective that fails means.
-        meanwhile: called whenever patience ended, after listening.
     """
 
     def __init__(
@@ -60,11 +57,7 @@ class Waiter:
         return self.device.type == "cpu" or over_gloo(self.device)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective. Over gloo, and on the CPU, the host waits; elsewhere the current stream waits.
-
-        Raises:
-            CanzonaError: the collective failed, or a peer failed and will not take part in it.
-        """
+        """Wait for a collective. Over gloo, and on the CPU, the host waits; elsewhere the current stream waits."""
         if not self.on_host:  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
             work.wait()
             return

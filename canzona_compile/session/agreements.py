@@ -36,9 +36,7 @@ class Agreements:
     ranks may not be members of this one.
 
     Args:
-        groups: finds the process group of each set of ranks.
         device: the device of the parameters.
-        optimizer: the optimizer, for messages.
 
     Attributes:
         waiter: waits for collectives and listens in all of them meanwhile.
@@ -51,11 +49,7 @@ class Agreements:
         self.waiter = Waiter(self._channels, device)
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None, text: str = "") -> None:
-        """Tell the ranks of every mesh whether an error kept this rank from planning. This is a collective.
-
-        Raises:
-            CanzonaError: one of these ranks could not make a plan, or their texts differ. All of them raise.
-        """
+        """Tell the ranks of every mesh whether an error kept this rank from planning. This is a collective."""
         for ranks in sorted(r for r in members if len(r) > 1):
             try:
                 self.of(ranks).compare(PLANNING, {"plan": text}, error)
@@ -74,15 +68,11 @@ class Agreements:
 
         Args:
             owned: the step of the plan, with owner ranks.
-            options: the options as text.
             present: for each task, in the order of the plan, whether it has a gradient, as `StepDriver.begin` says it.
             capacity: the one that this rank proposes, in bytes; 0 for none.
 
         Returns:
             For each set of ranks, the least capacity that one of them proposes; empty if this rank proposes none.
-
-        Raises:
-            CanzonaError: the plans differ, or gradients are missing on some ranks only. All ranks of the set raise.
         """
         tell("comparing the plan with those of other ranks")
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
@@ -110,11 +100,7 @@ class Agreements:
         return tuple(found.items()) if capacity else ()
 
     def compare_copies(self, copies: Sequence[Copy]) -> None:
-        """Compare copies of parameters and gradients among the ranks that hold them. This is a collective.
-
-        Raises:
-            RankMismatch: ranks hold unequal copies. All ranks that share parameters with them raise.
-        """
+        """Compare copies of parameters and gradients among the ranks that hold them. This is a collective."""
         own = digests(copies)
         error: CanzonaError | None = None
         for ranks in sorted({copy.grid.members() for copy in copies}):
@@ -145,9 +131,6 @@ class Agreements:
 
         Returns:
             The error that this rank has to raise; None if all ranks can take the step.
-
-        Raises:
-            CanzonaError: a rank died, or failed on its way through an earlier step.
         """
         agreement = self.of(ranks)
         try:

@@ -27,12 +27,7 @@ from canzona_compile.tensors import local_part, plain_attributes
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Expected:
-    """What a step has to give.
-
-    Attributes:
-        task: the task.
-        param: its whole parameter after the step.
-    """
+    """What a step has to give."""
 
     task: Task
     param: Tensor
@@ -42,7 +37,6 @@ class Audit:
     """Audits every so many steps of one plan. Each time another matrix of each kind is computed on all its ranks.
 
     Args:
-        every: the number of steps from one audit to the next.
         store: the tensors of the plan's tasks. What counts is the own eager step of its optimizer.
     """
 
@@ -51,11 +45,7 @@ class Audit:
         self._steps = 0
 
     def before(self, names: Iterable[str]) -> list[Expected]:
-        """Compute what this step has to give for some tasks; nothing if it is not audited. A collective if it is.
-
-        Args:
-            names: the tasks with gradients that have taken their first step.
-        """
+        """Compute what this step has to give for some tasks; nothing if it is not audited. A collective if it is."""
         self._steps += 1
         if self._steps % self.every:
             return []
@@ -105,11 +95,7 @@ class Audit:
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     def after(self, expected: Iterable[Expected]) -> None:
-        """Compare what the step gave.
-
-        Raises:
-            CanzonaError: the bits differ from those of the plain optimizer.
-        """
+        """Compare what the step gave."""
         for one in expected:
             _, shard = one.task.layout.grid.find(self.store.rank)
             wanted = one.param[one.task.layout.boxes[shard].slices()]

@@ -50,13 +50,7 @@ from canzona_compile.views.view import State
 class Binder:
     """Makes the tasks of an optimizer on this rank.
 
-    Args:
-        optimizer: the optimizer.
-        options: the options of `wrap`.
-        capture: the captured code of the optimizer.
-
     Attributes:
-        rank: this rank, global; 0 without a process group.
         replicas: the global ranks of `replicate=`, ascending; empty without it.
     """
 
@@ -80,18 +74,7 @@ class Binder:
         return self
 
     def bind(self, refused: dict[str, CanzonaError] | None = None) -> list[BoundParam]:
-        """Bind all parameters of the optimizer, after the exchange.
-
-        Args:
-            refused: gets the errors of single parameters, by name; then they are not raised.
-
-        Returns:
-            One entry per parameter, and one per piece of a fused parameter.
-
-        Raises:
-            CanzonaError: a pattern of `split=` or `layout=` fits no parameter, or a parameter, which the error names,
-                has a layout or an update that is not supported.
-        """
+        """Bind all parameters of the optimizer, after the exchange."""
         names, groups = [name for name, _, _ in self._named], range(len(self.optimizer.param_groups))
         try:
             self.capture.notice()  # of changes since `explain` or the last plan
@@ -122,17 +105,7 @@ class Binder:
         return found
 
     def describe(self, name: str, group: int, param: Tensor, view: FragmentView | None = None) -> Described:
-        """Find out all about a parameter that does not depend on the optimizer's code, after the exchange.
-
-        Args:
-            name: its name.
-            group: the index of its parameter group.
-            param: the parameter.
-            view: its view, if it is a fragment that took no part in the exchange.
-
-        Raises:
-            CanzonaError: its layout is not supported.
-        """
+        """Find out all about a parameter that does not depend on the optimizer's code, after the exchange."""
         if param.is_complex():
             raise UnsupportedOptimizer(
                 "complex parameters are not supported",
@@ -149,14 +122,7 @@ class Binder:
         return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)
 
     def divide(self, own: Described) -> Described:
-        """Find out whether `split=` divides a parameter, and into what, and whether its fragments can be put together.
-
-        Args:
-            own: what is known of it.
-
-        Raises:
-            UnsupportedLayout: the split does not fit its shape, or its layout.
-        """
+        """Find out whether and how `split=` divides a parameter, and whether its fragments can be put together."""
         split = chosen(self.options.split, own.name, own.layout.shape)
         strided = None if own.stand_in is None else own.stand_in.strided(split)
         if split is None or strided:
@@ -196,18 +162,7 @@ class Binder:
     # -- its code ------------------------------------------------------------------------------------
 
     def bind_one(self, index: int, own: Described) -> list[BoundParam]:
-        """Bind one parameter: capture the code that steps it.
-
-        Args:
-            index: the index of its first task.
-            own: what is known of it.
-
-        Returns:
-            One entry, or one entry per piece if the parameter is fused.
-
-        Raises:
-            CanzonaError: the parameter is not supported.
-        """
+        """Bind one parameter: capture the code that steps it."""
         own = replace(own, state=self._state(own))
         if own.fused is None:
             return [self.bind_whole(index, own)]
@@ -229,12 +184,7 @@ class Binder:
         ]
 
     def bind_whole(self, index: int, own: Described) -> BoundParam:
-        """Bind a parameter, or a slice of one, that is not a fused parameter to its optimizer.
-
-        Args:
-            index: the index of its task.
-            own: what is known of it, with its state.
-        """
+        """Bind a parameter, or a slice of one, that is not a fused parameter to its optimizer."""
         layout, kind = self.layout_and_kind(own)
         local = elementwise(kind)
         if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):

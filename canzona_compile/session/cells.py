@@ -32,7 +32,6 @@ class Cells:
 
     Args:
         capture: the captured code of the wrapped optimizer, which never steps. Users change its hyperparameters.
-        store: the tensors of the plan's tasks.
     """
 
     def __init__(self, capture: Capture, store: StateStore) -> None:
@@ -54,11 +53,7 @@ class Cells:
         return new, state
 
     def _check_draws(self, task: str) -> None:
-        """Warn, once per plan, that the step of a task drew random numbers.
-
-        Raises:
-            UnsupportedOptimizer: several ranks compute the task, and each would draw different numbers.
-        """
+        """Warn, once per plan, that the step of a task drew random numbers."""
         own = self.plan.owned.task(task)
         if own.owner is None and own.layout.grid.size > 1:
             raise UnsupportedOptimizer(
@@ -83,9 +78,6 @@ class Cells:
 
         The others are made at their first step, when this rank has their values. One of each kind is tried now, as
         nothing has been sent yet.
-
-        Raises:
-            CanzonaError: an object cannot be made, or state does not fit.
         """
         tried: set[ParameterSpec] = set()
         for task in self.plan.owned.tasks:

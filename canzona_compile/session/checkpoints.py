@@ -87,10 +87,6 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
     Torch casts loaded state to the dtype of the parameter, but preconditioners may be wider. Torch also turns strings
     in the state into generators.
-
-    Args:
-        optimizer: the optimizer that has just loaded `state_dict`.
-        state_dict: the state dict that it loaded.
     """
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
@@ -114,11 +110,7 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, torch.dtype]:
-    """Return the dtypes of the state that the optimizer makes for a parameter, by leaf, from a step of a small one.
-
-    Returns:
-        Nothing if such a step might write what the optimizer keeps on itself.
-    """
+    """Return the dtypes of the state that the optimizer makes for a parameter, by leaf, from a step of a small one."""
     if own_attributes(optimizer).keys() - {"defaults"} - atoms_of(optimizer).keys():
         return {}
     shape = tuple(min(size, 4) for size in param.shape)
@@ -131,10 +123,6 @@ def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
     Full state dicts of torch.distributed.checkpoint turn tuples into lists, and the optimizer's code would be captured
     again for lists.
-
-    Args:
-        optimizer: the optimizer that has just loaded a state dict.
-        before: its parameter groups before the load.
     """
     for group, old in zip(optimizer.param_groups, before, strict=True):
         group.update({k: tuple(v) for k, v in group.items() if isinstance(v, list) and isinstance(old.get(k), tuple)})

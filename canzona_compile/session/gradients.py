@@ -27,10 +27,6 @@ GRAD, FORM = attrgetter("grad"), attrgetter("shape", "dtype", "layout")
 class StepGradients:
     """The gradients that the next step of a plan takes.
 
-    Args:
-        capture: the captured code of the optimizer.
-        plan: the plan.
-
     Attributes:
         found: by task, this rank's fragment of the gradient of its parameter; tasks without one are left out.
         habits: what the optimizer does to gradients besides reading them.
@@ -57,11 +53,7 @@ class StepGradients:
     # -- before a step -------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read the gradients that parameters have now, and give views theirs, with the values of now.
-
-        Raises:
-            InvalidGradient: a gradient does not fit the parameter that a view shows.
-        """
+        """Read the gradients that parameters have now, and give views theirs, with the values of now."""
         for view, expected in self._views.items():
             if view.source.grad is not None:
                 check_gradient(view.source, view.name, expected)
@@ -109,11 +101,7 @@ class StepGradients:
                 )
 
     def check_presence(self, ready: Iterable[str]) -> None:
-        """Raise InvalidGradient where it counts that gradients are missing, held, or of a frozen parameter.
-
-        Args:
-            ready: the tasks with gradients that have taken their first step.
-        """
+        """Raise InvalidGradient where it counts that gradients are missing, held, or of a frozen parameter."""
         habits, bound = self.habits, self.plan.bound
         for name in ready if habits.aliases and len(self.capture.given) else ():
             origin = bound[name].origin
@@ -143,11 +131,7 @@ class StepGradients:
     # -- after a step --------------------------------------------------------------------------------
 
     def leave(self, names: Iterable[str]) -> None:
-        """Do to the gradients of all parameters what the optimizer's step does, after its updates.
-
-        Args:
-            names: the tasks that stepped.
-        """
+        """Do to the gradients of all parameters what the optimizer's step does, after its updates."""
         if self.habits.drops_gradients:
             self.found = self._whole = {}
             for bound in self.plan.bound.values():
@@ -182,13 +166,7 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
     """Refuse a gradient that cannot take part in this step.
 
     Args:
-        param: a parameter with a gradient.
-        name: the name of the parameter, for the error.
         expected: the dtype of the gradient that the plan was made for.
-
-    Raises:
-        InvalidGradient: the gradient is sparse or complex, has other placements than its parameter, or has another
-            shape or dtype than planned.
     """
     grad = param.grad
     assert grad is not None
@@ -225,12 +203,7 @@ def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> No
     """Refuse a gradient of which its owner gets a copy that is unlike it: contiguous, without users' attributes.
 
     Args:
-        grad: the gradient.
-        name: the name of its parameter.
         asked: what the optimizer asks about the layout of gradients in memory, see `LayoutQuestions`.
-
-    Raises:
-        InvalidGradient: it has attributes, or it is not contiguous and the optimizer asks that.
     """
     if asked and lies_otherwise(local_part(grad), asked):
         raise InvalidGradient(
@@ -249,11 +222,7 @@ def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> No
 
 
 def check_main_gradients(params: Mapping[str, Tensor]) -> None:
-    """Raise if gradients are where no optimizer looks for them. Call this if no parameter has one.
-
-    Raises:
-        InvalidGradient: a framework keeps gradients in `main_grad`.
-    """
+    """Raise if gradients are where no optimizer looks for them. Call this if no parameter has one."""
     if found := [name for name, param in params.items() if isinstance(getattr(param, "main_grad", None), Tensor)]:
         raise InvalidGradient(
             "no parameter has a gradient. The gradients in param.main_grad are not read",

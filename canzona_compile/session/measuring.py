@@ -34,7 +34,6 @@ class RankTimes:
     """What one rank measured, by step.
 
     Attributes:
-        seconds: of each step.
         exposed: seconds of each step in which the rank waited for communication.
         acts: seconds of each act of each step.
     """
@@ -77,10 +76,8 @@ class Measurement:
     """Measured steps.
 
     Attributes:
-        device: where they ran, "cpu" or "cuda".
         ranks: what each rank measured, by global rank: the ranks that share tasks with this one.
         steps: the scheduled steps that ran, in order; None for one that made a plan and ran no program of it.
-        own: what this rank did.
     """
 
     device: str
@@ -127,7 +124,6 @@ class Measuring:
         wanted: how many steps to measure; 0 while nothing is measured.
         clock: notes the acts of these steps; None while nothing is measured.
         found: the last measurement; None if there is none of this plan.
-        at_end: called when measuring ends.
     """
 
     wanted: int = 0
@@ -138,15 +134,7 @@ class Measuring:
     _steps: list[Step | None] = field(default_factory=list)
 
     def begin(self, steps: int, device: torch.device) -> StepClock:
-        """Measure the next steps, and forget what was measured before.
-
-        Args:
-            steps: how many.
-            device: of the parameters.
-
-        Raises:
-            CanzonaError: `steps` is not positive.
-        """
+        """Measure the next steps, and forget what was measured before."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise CanzonaError(f"steps is {steps!r}, not a positive integer", at="measure()", hint="5 steps are enough")
         self.end()
@@ -174,12 +162,6 @@ class Measuring:
 
         The first step does not count, because it makes the plan. A later one that plans again does: under ZeRO-1 ranks
         plan again on steps of their own, and have to measure equally many. An error ends measuring.
-
-        Returns:
-            Whether there is something new to report.
-
-        Raises:
-            CanzonaError: the step cannot be taken, or a rank did not come to the exchange.
         """
         clock, driver = self.clock, session.driver
         assert clock is not None

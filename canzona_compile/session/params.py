@@ -39,13 +39,9 @@ def named_params(
     """Name every parameter of an optimizer, with unique names that are the same whatever wraps the model's modules.
 
     Args:
-        optimizer: the optimizer.
         names: the canonical names that the model gives to the parameters of each group, for groups without
             `param_names`; empty if the model is not known.
         prefix: starts the names of unnamed parameters. It distinguishes the optimizers of a chain.
-
-    Returns:
-        For each parameter its name, the index of its parameter group, and the parameter.
     """
     own = [list(map(str, group.get("param_names") or ())) for group in optimizer.param_groups]
     if not names:  # without names, the model shows whether DDP added a prefix
@@ -79,12 +75,7 @@ def check_params(named: Named, refused: dict[str, CanzonaError] | None = None) -
     """Refuse parameters whose steps would train nothing, that are no longer matrices, or whose gradients do not fit.
 
     Args:
-        named: the parameters of the optimizer.
         refused: gets the errors of single parameters, by name, and nothing is raised for them.
-
-    Raises:
-        CanzonaError: parameters have no values, are flattened, or were replaced in the model.
-        InvalidGradient: a gradient is none that a step can take.
     """
     for name, _, param in named:
         try:
@@ -120,12 +111,6 @@ def check_in_use(named: Named) -> None:
 
     That is so if none of them has a gradient, no module has one of them, and modules have DTensors of all their shapes.
     Looking for modules takes a moment, and happens only where no parameter has a gradient at the first step.
-
-    Args:
-        named: the parameters of the optimizer.
-
-    Raises:
-        CanzonaError: the parameters were replaced by DTensors.
     """
     if not named or any(param.grad is not None or isinstance(param, DTensor) for _, _, param in named):
         return
@@ -148,7 +133,6 @@ def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
 
     Args:
         owned: the step with owner ranks.
-        params: the parameters of the optimizer.
     """
     if not distributed():
         if (world := os.environ.get("WORLD_SIZE", "")) not in ("", "1"):
@@ -180,15 +164,7 @@ def live(kind: type[Module]) -> Iterator[Module]:
 
 
 def check_disjoint(named: Named) -> None:
-    """Raise if parameters overlap in memory.
-
-    Args:
-        named: the name, the parameter group and the tensor of each parameter.
-
-    Raises:
-        UnsupportedOptimizer: two parameters overlap. The plain optimizer updates one after the other, a plan both at
-            once.
-    """
+    """Raise if parameters overlap in memory."""
     found: list[tuple[int, int, str]] = []
     for name, _, param in named:
         own = local_part(param)

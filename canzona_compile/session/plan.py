@@ -34,8 +34,6 @@ class BoundParam:
 
     Attributes:
         param: what a step sees: the parameter itself, or what the last of its views shows.
-        param_group: the index of its parameter group.
-        task: its task, with the layout.
         kind: its captured code and the leaves of its state.
         stand_in: shows the optimizer's parameter if that is a plain fragment; None otherwise.
         division: shows the fused parameter that it is a piece of; None for a whole parameter.
@@ -71,13 +69,8 @@ class Described:
     """All that binding finds out about one matrix. What comes after reads it here and not from the parameter.
 
     Attributes:
-        name: of its task.
-        group: the index of its parameter group.
-        param, stand_in, division: as of `BoundParam`.
         pieces: the matrices that it consists of, if it is a fused parameter.
         strided: raised if ranks would have to put its fragments together; None if they can.
-        layout: where its fragments lie.
-        spec: what the optimizer's code can see of it.
         state: its portable state; None or empty if it has none.
         layout_of_entries: finds the layout of this rank's entries, if it is a stack that is cut between its matrices.
     """
@@ -100,11 +93,7 @@ class Described:
         return next((piece.division for piece in self.pieces), None)
 
     def shown_by(self, view: PiecesView) -> tuple[Described, ...]:
-        """Describe the pieces of it that a view shows.
-
-        Raises:
-            UnsupportedLayout: a fragment holds rows of a piece that are not consecutive in it.
-        """
+        """Describe the pieces of it that a view shows."""
         found = []
         for part, param in zip(view.shown, view.params, strict=True):
             layout, entries = view.layout_of(part, self.layout), self.layout_of_entries
@@ -176,7 +165,6 @@ def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) ->
     """Describe the machine that parameters lie on.
 
     Args:
-        params: the parameters.
         rates: the rates of the hardware; None takes those that are assumed for the kind of device.
     """
     kinds = sorted({p.device.type for p in params})
@@ -186,13 +174,7 @@ def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) ->
 
 
 def captured_step(bound: Sequence[BoundParam], optimizer: str, options: Options) -> Step:
-    """Make the CAPTURED step of bound parameters.
-
-    Args:
-        bound: the parameters, bound to tasks.
-        optimizer: the name of the optimizer's class.
-        options: the options of `wrap`.
-    """
+    """Make the CAPTURED step of bound parameters."""
     templates = {t.name: t for b in bound for t in b.kind.templates.values()}
     machine = machine_of((b.param for b in bound), options.hardware)
     return Step(Form.CAPTURED, optimizer, machine, tuple(templates.values()), tuple(b.task for b in bound))
@@ -226,18 +208,7 @@ def make_plan(
     """Make the plan of an optimizer: give every task that needs one an owner rank.
 
     Args:
-        bound: the parameters, bound to tasks.
-        optimizer: the name of the optimizer's class.
-        options: the options of `wrap`.
-        observers: callables that see every pass that runs.
         owned_as: a step that has the owners of the same tasks already; None if they are to be chosen.
-
-    Returns:
-        The plan, which is the same on all ranks of a mesh.
-
-    Raises:
-        CanzonaError: a pass cannot handle a task, or the optimizer's work is elementwise on some pieces of a fused
-            parameter and not on others.
     """
     tell(f"planning {len(bound)} parameters")
     captured = captured_step(bound, optimizer, options)
@@ -261,11 +232,7 @@ def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
     """Raise unless all pieces of each fused parameter need an owner.
 
     Args:
-        bound: the parameters.
         owned: the step in which what needs an owner is a task.
-
-    Raises:
-        UnsupportedOptimizer: the optimizer's work is elementwise on some pieces and not on others.
     """
     for b in bound:
         if b.division is not None and owned.find(b.task.name) is None:
@@ -286,7 +253,6 @@ def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
 
     Args:
         owned: the owned step. The result has its owner ranks, and keeps state where it keeps state.
-        bound: the parameters by the name of their task.
     """
     templates: dict[str, Template] = {}
     tasks: list[Task] = []
@@ -316,13 +282,7 @@ def lower(
 
     Args:
         step: the owned step.
-        names: the names of the tasks.
-        options: the options of `wrap`.
-        observers: callables that see every pass that runs.
         symmetric: (template family, leaf) of the state on this rank that is symmetric, see `StateStore.symmetric`.
-
-    Returns:
-        The scheduled step and the record of the passes.
     """
     wanted = set(names)
     tasks = tuple(t for t in step.tasks if t.name in wanted)

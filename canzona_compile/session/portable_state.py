@@ -35,7 +35,6 @@ class Consolidated(NamedTuple):
     """Portable state that one rank keeps until the next step.
 
     Attributes:
-        to: the global rank that keeps it.
         state: what `optimizer.state` holds in portable form; None on all other ranks.
     """
 
@@ -44,11 +43,7 @@ class Consolidated(NamedTuple):
 
 
 def gathering(call: str) -> Purpose:
-    """Say for what ranks meet that gather portable state.
-
-    Args:
-        call: the call that needs it.
-    """
+    """Say for what ranks meet that gather portable state."""
     return Purpose(
         call,
         "because owner ranks hold some of the state",
@@ -58,9 +53,6 @@ def gathering(call: str) -> Purpose:
 
 def partners(store: StateStore) -> dict[Ranks, str]:
     """Find the ranks with which `store.release()` communicates.
-
-    Args:
-        store: the state of a plan.
 
     Returns:
         By set of ranks, the names of the tasks whose state travels between them, one per line. All of these ranks find
@@ -101,10 +93,6 @@ def given_back_on_error(optimizer: Optimizer, end: Callable[[BaseException], Non
 
     This needs no other rank, so it works whichever ranks fail. The tensors of the state must not be written inside.
     They stay alive until the end, beside those that owners gather from them.
-
-    Args:
-        optimizer: the optimizer, whose state is portable.
-        end: is given what ended it; it puts back the gradients that were lent.
     """
     kept = [(param, own, pytree.tree_map(lambda leaf: leaf, own)) for param, own in optimizer.state.items()]
     try:
@@ -122,9 +110,6 @@ def given_back_on_error(optimizer: Optimizer, end: Callable[[BaseException], Non
 
 class PortableState:
     """The part of a session that gathers portable state from the ranks that hold it.
-
-    Args:
-        optimizer: the wrapped optimizer.
 
     Attributes:
         driver: takes the steps of the current plan; None before the first step and after `release`.
@@ -152,14 +137,7 @@ class PortableState:
         return next((param.device for param in params), torch.device("cpu"))
 
     def meet(self, purpose: str) -> None:
-        """Wait until all ranks have come with which this rank gathers portable state; not at all if there are none.
-
-        Args:
-            purpose: the call that needs them, for messages.
-
-        Raises:
-            CanzonaError: a rank did not come in time, or failed.
-        """
+        """Wait until all ranks have come with which this rank gathers portable state; not at all if there are none."""
         told = self.partners()
         if told:
             self.turns.check_thread(purpose)
@@ -193,11 +171,7 @@ class PortableState:
         return driver is not None and any(driver.plan.bound[n].kind.maker for n in driver.store.initialised)
 
     def check_taken_back(self) -> None:
-        """Raise if the optimizer cannot go on from its portable state by itself.
-
-        Raises:
-            CanzonaError: the state is that of one optimizer object per matrix.
-        """
+        """Raise if the optimizer cannot go on from its portable state by itself."""
         states = self.optimizer.state.values()
         if self.has_objects or any(isinstance(own, dict) and is_portable(own) for own in states):
             raise CanzonaError(
@@ -208,14 +182,7 @@ class PortableState:
             )
 
     def consolidate(self, to: int) -> None:
-        """Gather portable state, so that one rank has it without the others until the next step. A collective.
-
-        Args:
-            to: the global rank that keeps it.
-
-        Raises:
-            CanzonaError: a rank does not call this, too.
-        """
+        """Gather portable state, so that one rank has it without the others until the next step. A collective."""
         self._consolidated = None
         if not self.partners():  # every rank already has its portable state
             return
@@ -227,12 +194,6 @@ class PortableState:
         """Inside this context, `optimizer.state` holds what the unwrapped optimizer would hold.
 
         Entering it is a collective if owners hold state, unless `consolidate` came before.
-
-        Args:
-            purpose: the call that needs it, for messages.
-
-        Raises:
-            CanzonaError: a rank that this needs does not make this call, too, or another rank has the state.
         """
         with self.turns.take(purpose):
             kept = self._consolidated

@@ -28,7 +28,6 @@ class ProgramKey(NamedTuple):
 
     Attributes:
         tasks: names of the tasks that take part, in the plan's order.
-        assignment: the variants that their code takes.
     """
 
     tasks: Names
@@ -42,7 +41,6 @@ class BoundProgram:
     Attributes:
         executor: the program, bound to this rank's memory and tensors.
         step: the step that the program was emitted from, with the program.
-        history: the record of all passes that made it.
     """
 
     executor: Executor
@@ -51,11 +49,7 @@ class BoundProgram:
 
 
 class ProgramCache:
-    """Programs by their keys. All of them share one set of slots, because only one runs at a time.
-
-    Args:
-        make: makes the program of a key, with buffers among the given slots.
-    """
+    """Programs by their keys. All of them share one set of slots, because only one runs at a time."""
 
     def __init__(self, make: Callable[[ProgramKey, SharedSlots], BoundProgram]) -> None:
         self._make = make
@@ -102,10 +96,7 @@ class ProgramMaker:
     """Makes the programs of one plan on one rank.
 
     Args:
-        options: the options of the wrapped optimizer.
-        observers: see every pass that runs; the list may grow later.
         store: the tensors of the plan's tasks on this rank; it tells which state is symmetric.
-        sources: what the inputs of programs are bound to.
     """
 
     def __init__(self, options: Options, observers: Sequence[Observer], store: StateStore, sources: Sources) -> None:
@@ -113,15 +104,7 @@ class ProgramMaker:
         self.plan, self.rank = store.plan, store.rank
 
     def of_variants(self, key: ProgramKey, memory: SharedSlots) -> BoundProgram:
-        """Make the program of some tasks and the variants that their code takes.
-
-        Args:
-            key: the tasks and their variants.
-            memory: the slots from which the program takes its buffers.
-
-        Returns:
-            The program. Its history begins with the passes that made the plan.
-        """
+        """Make the program of some tasks and the variants that their code takes."""
         made = self._make(taking(self.plan.owned, key.assignment), key.tasks, memory)
         return BoundProgram(made.executor, made.step, PassHistory((*self.plan.history.records, *made.history.records)))
 
@@ -129,9 +112,6 @@ class ProgramMaker:
         """Make the program in which some tasks take their first step, by the optimizer's own eager code.
 
         Its buffers are large and are not shared with other programs.
-
-        Args:
-            tasks: the names of the tasks.
         """
         return self._make(self.plan.first, tasks, SharedSlots())
 

@@ -55,18 +55,8 @@ class Session(PortableState):
 
     Nothing is bound before the first step, so until then parameters may be replaced and no rank waits for another.
 
-    Args:
-        optimizer: the wrapped optimizer.
-        options: the options of `wrap`.
-        lost: why the optimizer cannot step until it is wrapped again; empty if it can.
-        capture: its captured code, if there is some already.
-
     Attributes:
-        capture: the captured code of the optimizer.
         observers: callables that see every pass, see `ir.pipeline`; users may add their own.
-        groups: finds process groups by their ranks.
-        number: the number of steps that were begun.
-        measuring: measures steps when asked to.
         has_dummy_state: whether `optimizer.state` holds the state of a dummy step.
         shared: the sets of ranks with which the last plan shares tasks; None if there was no plan yet.
     """
@@ -100,10 +90,6 @@ class Session(PortableState):
         Returns:
             Whether there is something new to report: the plan, or some of the parameters, took the first step, or
             figures were measured.
-
-        Raises:
-            CanzonaError: the step cannot be taken. Every rank that shares tasks with this one raises. Nothing was
-                updated then, unless a collective broke: the micro-groups before that collective were updated.
         """
         with self.turns.take():
             return self.measuring.step(self) if self.measuring.wanted else self.take_step()
@@ -140,9 +126,6 @@ class Session(PortableState):
         """Inside this context, the next step is planned, and all ranks have agreed on it.
 
         `take_step` enters it. What steps several sessions enters `all_ready`.
-
-        Raises:
-            CanzonaError: the step cannot be taken, see `step`; nothing was updated.
         """
         if self._ready is not None:
             yield contextvars.copy_context().run(self._looked_again, self._ready)
@@ -331,11 +314,7 @@ class Session(PortableState):
         """Bind the parameters.
 
         Args:
-            binder: what `exchanged` returned.
             refused: gets the errors of single parameters, by name, which are not bound then; None to raise them.
-
-        Raises:
-            CanzonaError: a parameter, its gradient or the optimizer is not supported.
         """
         check_params(self.named, refused)
         bound = binder.bind(refused)
@@ -343,11 +322,7 @@ class Session(PortableState):
         return bound
 
     def bind_and_plan(self) -> Plan:
-        """Bind the parameters and plan their updates.
-
-        Raises:
-            CanzonaError: as `bind`, or the given plan does not fit.
-        """
+        """Bind the parameters and plan their updates."""
         siblings = None if self._in_dummy_step else self.siblings
         binders = {self: self.exchanged()} if siblings is None else siblings.exchanged(self)
         bound = self.bind(binders[self])
@@ -360,21 +335,13 @@ class Session(PortableState):
         return plan
 
     def last(self) -> tuple[Step, PassHistory]:
-        """Return the emitted step that the next `step()` runs if nothing changes, and the passes that made it.
-
-        Raises:
-            CanzonaError: no step was taken yet.
-        """
+        """Return the emitted step that the next `step()` runs if nothing changes, and the passes that made it."""
         if self.driver is None or self.driver.last is None:
             raise CanzonaError("there is no plan yet", hint="call step() once; the first step makes the plan")
         return self.driver.last.step, self.driver.last.history
 
     def reported(self) -> Step:
-        """Return the scheduled step that the report shows: the one that the next `step()` runs.
-
-        Raises:
-            CanzonaError: no step was taken yet.
-        """
+        """Return the scheduled step that the report shows: the one that the next `step()` runs."""
         return self.last()[0]
 
     def plan(self) -> PlanFile:

@@ -72,17 +72,6 @@ class Siblings:
 
         Every session asks when it plans. All of them get the same owners unless something changes in between. What a
         session has planned already stays: its owners hold state.
-
-        Args:
-            own: the session that plans.
-            bound: its parameters.
-            binders: what `exchanged` returned.
-
-        Returns:
-            The OWNED step of all optimizers.
-
-        Raises:
-            CanzonaError: a parameter of another optimizer is not supported, or the given plan does not fit.
         """
         every: list[Sequence[BoundParam]] = []
         kept: dict[str, Task] = {}
@@ -109,11 +98,7 @@ class Siblings:
         return self._owned
 
     def scheduled(self, options: Options) -> Step:
-        """The SCHEDULED step of all matrices of the chain, each optimizer's after that of the one before it.
-
-        Raises:
-            CanzonaError: no step was taken yet.
-        """
+        """The SCHEDULED step of all matrices of the chain, each optimizer's after that of the one before it."""
         if self._owned is None:
             raise CanzonaError("there is no plan yet", hint="call step() once; the first step makes the plan")
         kinds = [plain_class(session.optimizer).__name__ for session in self.sessions]

@@ -40,19 +40,9 @@ from canzona_compile.views.view import held_part
 class StateStore:
     """The tensors of a plan's tasks on this rank. Implements `runtime.executor.Tensors`.
 
-    Args:
-        optimizer: the wrapped optimizer.
-        plan: the plan.
-        gradients: those of the step that is taken.
-        groups: finds process groups by their ranks.
-        rank: this rank, global.
-        watch: waits for collectives.
-
     Attributes:
-        params: the parameters by task.
         fragments: this rank's fragments of state leaves that are not resident, by (task, leaf).
         residents: the whole state tensors that this rank holds as owner, by (task, leaf).
-        initialised: the tasks that have state.
     """
 
     def __init__(
@@ -170,9 +160,6 @@ class StateStore:
         """Find the resident state that is symmetric now, bit by bit, in all tasks that this rank owns.
 
         This reads values and makes the host wait, so call it when programs are made and not on every step.
-
-        Returns:
-            (template family, leaf) of each such leaf.
         """
         equal: dict[tuple[str, str], bool] = {}
         for (name, leaf), value in self.residents.items():
@@ -188,9 +175,6 @@ class StateStore:
         """Take over portable state from `optimizer.state`. A plain optimizer, a checkpoint or an old plan left it.
 
         This is a collective if leaves are resident. Every rank must hold the same leaves.
-
-        Raises:
-            CanzonaError: a leaf is missing, or it has another shape than planned.
         """
         self._take_apart()
         for task in self.plan.owned.tasks:
@@ -377,15 +361,7 @@ def whole_leaf(
 
     Args:
         task: the task whose state it belongs to; its layout says where the fragments lie.
-        leaf: its name.
-        value: the leaf, whole or as this rank's fragment.
-        groups: finds process groups by their ranks.
-        rank: this rank, global.
-        watch: waits for the collective.
         shape: of the whole tensor; None for that of `value`.
-
-    Raises:
-        CanzonaError: a whole leaf has another shape, or its class cannot put its fragments together.
     """
     shape = tuple(value.shape) if shape is None else shape
     if not isinstance(value, DTensor):
@@ -426,16 +402,7 @@ def put_together(value: DTensor, leaf: str, task: Task) -> Tensor:
 
 
 def check_gathers(layout: Layout, state: Mapping[str, Any]) -> None:
-    """Refuse state that ranks could not put together, before a rank waits for the others.
-
-    Args:
-        layout: of the parameter.
-        state: its portable state.
-
-    Raises:
-        CanzonaError: fragments are made of several tensors, and have unequal shapes. DTensor would pad some of them,
-            where the class cannot do that, and ranks may hold fragments of different classes.
-    """
+    """Refuse state that ranks could not put together, before a rank waits for the others."""
     shapes = dict.fromkeys(str(list(box.size)) for box in layout.boxes)
     for name, value in state.items():
         if len(shapes) > 1 and isinstance(value, DTensor) and hasattr(value._local_tensor, "__tensor_flatten__"):

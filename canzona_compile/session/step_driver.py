@@ -56,7 +56,6 @@ class StepChange:
     """A change that ranks compare before they go on.
 
     Attributes:
-        kind: what the change requires.
         text: what changed. Ranks compare it, and errors show it. Ranks that saw the same change have the same text.
     """
 
@@ -74,7 +73,6 @@ class Participants(NamedTuple):
     """The tasks with gradients, in the plan's order.
 
     Attributes:
-        ready: the tasks that have state or need none.
         fresh: the tasks that have not taken their first step, which creates their state.
     """
 
@@ -88,21 +86,7 @@ class StepDriver:
     The caller calls `begin` and `choose_variants` once, and then `step` for the first step. For every further step it
     calls `look` and then `step`. After every step, and after every error, it calls `end_step`.
 
-    Args:
-        capture: the captured code of the optimizer.
-        plan: the plan.
-        options: the options of the wrapped optimizer.
-        groups: finds process groups.
-        rank: this rank, global.
-        observers: see every pass that runs.
-        watch: waits for the collectives of steps.
-
     Attributes:
-        plan: the plan.
-        gradients: those of the step that comes or is taken.
-        store: the tensors of its tasks.
-        maker: makes programs.
-        programs: the cache of them.
         first_buffers: the most bytes of buffers that a program of first steps had. It gave them back.
         clock: notes the acts of a step that is measured; None otherwise.
         last: the program that the next step runs if nothing changes; None if none is known.
@@ -157,9 +141,6 @@ class StepDriver:
         Returns:
             By task, what it has: "a gradient", "a first gradient" or "no gradient"; with the dtype, if that is not the
             dtype of the parameter. Ranks compare this.
-
-        Raises:
-            CanzonaError: the state or a gradient does not fit its parameter.
         """
         self.store.adopt()
         self.gradients.read()
@@ -176,21 +157,13 @@ class StepDriver:
         return "" if dtype == bound.param.dtype else f" in {dtype}".replace("torch.", "")
 
     def check(self) -> None:
-        """Check the gradients of the first step of the plan, after `begin`, and make optimizer objects of matrices.
-
-        Raises:
-            CanzonaError: a gradient has attributes or is missing where it is needed, or an object cannot be made.
-        """
+        """Check the gradients of the first step of the plan, after `begin`, and make optimizer objects of matrices."""
         self.gradients.check()
         self.gradients.check_presence(self._next.ready)
         self._cells.begin()
 
     def choose_variants(self) -> None:
-        """Ask which variants the tasks take on the first step of the plan.
-
-        Raises:
-            CanzonaError: the plan does not know the code of the first step.
-        """
+        """Ask which variants the tasks take on the first step of the plan."""
         try:
             self._consult(self._next.ready)
         except Untraceable as reason:
@@ -202,9 +175,6 @@ class StepDriver:
 
         Returns:
             A change that the other ranks must see as well before this step; None if nothing changed.
-
-        Raises:
-            InvalidGradient: a gradient is one that the plan was not made for.
         """
         watch = self.capture.watch
         if not self._bound():
@@ -283,15 +253,7 @@ class StepDriver:
     # -- the step ------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Update all parameters once.
-
-        Returns:
-            Whether this was the first step of some tasks or of the plan.
-
-        Raises:
-            CanzonaError: a collective broke, or another rank cannot continue.
-            Exception: the optimizer's own code raised it in an eager step.
-        """
+        """Update all parameters once."""
         ready, fresh = self._agreed = self._next
         if ready:
             self._met.add(self._shared_assignment)

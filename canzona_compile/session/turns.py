@@ -25,11 +25,7 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self, call: str = STEP) -> Iterator[None]:
-        """Inside this context, a call is under way.
-
-        Raises:
-            CanzonaError: a signal handler makes it in the middle of another one.
-        """
+        """Inside this context, a call is under way."""
         with self.lock:
             outer = self._call
             if outer and (outer, call) != (STEP, STEP):  # a chain's step has those of its optimizers inside

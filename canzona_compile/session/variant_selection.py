@@ -32,8 +32,6 @@ class SameCounters:
     """Tasks of one kind and one parameter group that have equal counters in their state.
 
     Attributes:
-        kind: the kind of their parameters.
-        tasks: their names.
         template: the name of the template of the variant that their code takes now.
         label: distinguishes the numbers of cohorts that take the same template. It is the index of the parameter
             group, unless the parameter group has several such cohorts.
@@ -54,9 +52,7 @@ class VariantPath:
     """What the optimizer's code does on a step.
 
     Attributes:
-        template: the name of the template that it takes.
         scalars: by name, the values that the graph reads besides the tensors of a task.
-        before: all counters before the step.
         counters: the Python leaves of the state after the step.
     """
 
@@ -67,13 +63,7 @@ class VariantPath:
 
 
 class AlikeTasks(NamedTuple):
-    """Tasks whose parameters are of one kind, in one parameter group.
-
-    Attributes:
-        kind: the kind.
-        param_group: the index of the group.
-        tasks: their names.
-    """
+    """Tasks whose parameters are of one kind, in one parameter group."""
 
     kind: ParamKind
     param_group: int
@@ -84,8 +74,6 @@ class VariantSelection:
     """Asks once per cohort what the optimizer's code does on a step.
 
     Args:
-        capture: the captured code of the optimizer.
-        plan: the plan.
         ahead: by task, the number of steps by which it does its periodic work earlier, see `stagger`.
 
     Attributes:
@@ -101,15 +89,7 @@ class VariantSelection:
 
     @uninterrupted
     def consult(self, tasks: Sequence[str], present: Container[str]) -> None:
-        """Find the cohorts of this step.
-
-        Args:
-            tasks: the names of the tasks that take part.
-            present: the names of all parameters that have gradients.
-
-        Raises:
-            Untraceable: some code takes a path that this plan does not know.
-        """
+        """Find the cohorts of this step."""
         self.current, self._scalars = [], {}
         if tasks != self._tasks:
             bounds = [self.plan.bound[name] for name in tasks]
@@ -235,11 +215,6 @@ def by_kind(bounds: Iterable[BoundParam]) -> list[AlikeTasks]:
 def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> VariantPath:
     """Give a path of a task that is ahead the counters of a task that is not.
 
-    Args:
-        here: the path of tasks that are not ahead.
-        other: the path that the code takes some steps later.
-        kind: the kind of the parameters.
-
     Returns:
         The template of `other`, with the counters of `here` and the numbers that follow from these counters.
     """
@@ -258,12 +233,7 @@ def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> Varia
 
 
 class SharedNumbers:
-    """The hyperparameters and counters of tasks that ranks share.
-
-    Args:
-        optimizer: the optimizer.
-        plan: the plan.
-    """
+    """The hyperparameters and counters of tasks that ranks share."""
 
     def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
         self.optimizer = optimizer

@@ -109,11 +109,8 @@ class Engine:
     """One simulated step.
 
     Args:
-        operations: those of each rank, in order.
-        collectives: operations name them by their index.
         hardware: how many ranks share how many processors of a node, and whether communication has links that work
             beside these, or takes them too (gloo).
-        shown: ranks whose spans to keep.
     """
 
     def __init__(

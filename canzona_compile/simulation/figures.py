@@ -15,12 +15,9 @@ class Span:
     """Something that keeps one stream of one rank busy.
 
     Attributes:
-        stream: one of STREAMS.
         act: an act of the schedule, e.g. "compute", "start gather".
-        group: the index of the micro-group.
         start, end: seconds from the begin of the step.
         tasks: the matrices that the rank computes in this span; empty for other acts.
-        bytes: how many the rank sends in this transfer.
         flow: the number of the collective, equal on all of its spans; -1 for a span of no collective.
     """
 
@@ -53,7 +50,6 @@ class RankSummary:
         exposed: seconds that its processor waits while a collective that it needs is in transit.
         bubble: seconds that its processor waits for other ranks: for a collective that has not begun, because a rank
             has not started it yet, and from its own end to that of the last rank.
-        finish: when the step is over for it.
         peak: most bytes of buffers at any time.
         sent: bytes that it sends to other ranks.
     """
@@ -72,9 +68,6 @@ class Simulation:
     """A step of all ranks.
 
     Attributes:
-        seconds: until the last rank is done.
-        ranks: a summary of each rank, in order.
-        spans, memory: of the ranks in `shown` only.
         sent: (micro-group, phase, bytes that ranks send to other ranks).
         acts: (act of the schedule, seconds that it takes the mean rank of those in `shown`, waiting included).
     """

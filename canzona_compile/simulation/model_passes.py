@@ -35,7 +35,6 @@ class BucketLoad:
     Attributes:
         forward, backward: seconds of computing the passes of the modules whose parameters it holds.
         copied: seconds of copying its values between its own memory and that of parameters or gradients.
-        reduced, gathered: its collectives.
     """
 
     forward: float
@@ -51,10 +50,7 @@ def bucket_load(
     """The load of a bucket.
 
     Args:
-        bucket: the bucket.
         forward, backward: seconds of computing the passes of the modules whose parameters it holds.
-        hardware: the rates.
-        replicas: the ranks over which a shard is summed after its reduction.
     """
     copied = 2 * bucket.elements * bucket.dtype.itemsize / hardware.bandwidth
     if hardware.device == "cpu":  # elsewhere the host is ahead
@@ -66,13 +62,7 @@ def bucket_load(
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPass:
-    """One pass of the model.
-
-    Attributes:
-        seconds: until the last rank is done.
-        compute: what the pass would take on one rank alone.
-        spans: of one rank.
-    """
+    """One pass of the model."""
 
     seconds: float
     compute: float
@@ -92,16 +82,7 @@ def played(
     ranks: tuple[int, ...],
     hardware: Hardware,
 ) -> SimulatedPass:
-    """Play a pass.
-
-    Args:
-        act: the act of what the pass computes, beside copies.
-        operations: those of each rank; the collective of a bucket has its number.
-        moving: the act of the collectives.
-        transfers: the collectives, in the order of their buckets.
-        ranks: the data-parallel ranks.
-        hardware: the rates.
-    """
+    """Play a pass."""
     near = hardware.link(ranks) == hardware.node
     taking = ranks if not hardware.overlap else ranks[:1]
     collectives = [
@@ -128,9 +109,6 @@ def backward_pass(
     """Play a backward pass that reduces each bucket as soon as its gradients are complete.
 
     Args:
-        loads: of the buckets, in order.
-        ranks: the data-parallel ranks.
-        hardware: the rates.
         head: seconds of computing what comes first and completes no gradient, as a head that is tied does.
     """
     operations: list[SimulatedOp] = [ComputeOp("backward", 0, head)]
@@ -150,8 +128,6 @@ def forward_pass(
 
     Args:
         loads: of the buckets, in the order of backward; a forward pass needs them in the reverse order.
-        ranks: the data-parallel ranks.
-        hardware: the rates.
         overlapped: whether each module waits for its own bucket only; otherwise all are gathered before.
         head: seconds of computing what comes last and needs no further bucket.
     """

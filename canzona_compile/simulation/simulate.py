@@ -40,16 +40,8 @@ WAITS = {Act.WAIT_GATHER: Phase.GATHER, Act.WAIT_SCATTER: Phase.SCATTER, Act.WAI
 def simulate(step: Step, hardware: Hardware, *, shown: Collection[int] = ()) -> Simulation:
     """Play the schedule of a step.
 
-    Args:
-        step: at least SCHEDULED.
-        hardware: the rates of the machine.
-        shown: ranks whose spans to keep beside those that `chosen` returns.
-
     Returns:
         What each rank does, in seconds from the begin of the step, and bytes.
-
-    Raises:
-        InvalidStep: the step has no schedule.
     """
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to play")

@@ -20,7 +20,6 @@ def show(content: RenderableType, json: Callable[[], str] | None = None) -> None
     """Print something for people, or as JSON for machines.
 
     Args:
-        content: what people see, on a terminal in its width, elsewhere in 120 columns.
         json: makes the text for machines; None where people read.
     """
     if json is not None:
@@ -36,10 +35,6 @@ def check_output(path: str | Path | None, at: str) -> None:
 
     Args:
         path: of the file; None if there will be none.
-        at: the option that names it.
-
-    Raises:
-        CanzonaError: the path is a folder, or its folder does not exist.
     """
     if path is not None and Path(path).is_dir():
         raise unwritable(path, at, "it is a folder")
@@ -48,11 +43,7 @@ def check_output(path: str | Path | None, at: str) -> None:
 
 
 def write(text: str, path: str | Path | None, at: str) -> None:
-    """Write a text to a file, or to standard output if there is no path.
-
-    Raises:
-        CanzonaError: the file cannot be written.
-    """
+    """Write a text to a file, or to standard output if there is no path."""
     if path is None:
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # as in a file; a page declares this encoding

@@ -49,7 +49,6 @@ class ProcessCall:
     """What one process does.
 
     Attributes:
-        name: what errors call the process, as in "rank 1".
         function: a function that a module defines at its top level.
         args: its arguments; they and the result are pickled.
     """
@@ -64,9 +63,7 @@ class CallEnd:
     """How a call ended.
 
     Attributes:
-        process: who was called.
         how: "hung" if it did not end in time; "died" if its process ended.
-        said: what was wrong, in words.
         details: a traceback, or the end of the log with the stacks of all threads.
         value: what was returned, or the error if it is one of ours.
     """
@@ -82,7 +79,6 @@ class Worker:
     """A process, as its owner sees it.
 
     Args:
-        name: what errors call it.
         log: the file to which it writes. Without one it writes to the caller's standard error, also what is meant for
             standard output: that of the caller is for data.
     """
@@ -129,14 +125,10 @@ def collect(workers: Iterable[Worker], act: str, limit: float, grace: float | No
     """Wait until all processes have ended their calls, or are late.
 
     Args:
-        workers: who was called.
         act: what they do, for the words about those that are late: "did not {act} within 3 seconds".
         limit: seconds for the call.
         grace: seconds that the others have once one has failed, which need not be the cause; None if they have the
             whole limit.
-
-    Returns:
-        How each call ended, in the order of time. Processes that hang are left as they are.
     """
     deadline, pending, ends = time.monotonic() + limit, list(workers), list[CallEnd]()
     said, failed = f"did not {act} within {limit:g} seconds", False
@@ -177,15 +169,7 @@ def run(calls: Sequence[ProcessCall], limit: float) -> list[Any]:
     """Make all calls at the same time, each in a process with one thread. None is left when this returns or raises.
 
     Args:
-        calls: what to run.
         limit: seconds until the processes are ended.
-
-    Returns:
-        The result of each call, in the order of the calls.
-
-    Raises:
-        CanzonaError: a call raised it, with the traceback as a note; or a call raised another exception; or a process
-            died; or the limit is over.
     """
     deadline = time.monotonic() + limit
     with contextlib.ExitStack() as stack:
@@ -232,9 +216,7 @@ class RankPlace:
     """Which rank a process of this machine is, and where it meets the others.
 
     Attributes:
-        rank, world: in the process group.
         device: the kind of device, "cuda" or "cpu".
-        port: of the store.
         patience: seconds of a collective's timeout.
     """
 
@@ -254,10 +236,6 @@ def backend_for(device: str, ranks: int) -> str:
     """NCCL where each rank has a GPU of its own, gloo elsewhere: NCCL does not run two ranks on one device.
 
     Gloo's collectives take tensors on CUDA as well, and copy them through the host.
-
-    Args:
-        device: "cuda" or "cpu".
-        ranks: how many there are on this machine.
     """
     return "nccl" if device == "cuda" and ranks <= torch.cuda.device_count() else "gloo"
 
@@ -280,14 +258,9 @@ def run_ranks(
     """Run a function on gloo ranks of this machine: what it returned on each of them.
 
     Args:
-        ranks: how many to start.
-        function, args: called as `function(rank, *args)`, when the ranks have met.
         limit: seconds until the processes are ended.
         patience: seconds of a collective's timeout; `limit` if None.
         beside: what else to run meanwhile, in processes that are no ranks. Its results are left out.
-
-    Raises:
-        CanzonaError: as `run` does.
     """
     places, _store = places_here(ranks, "cpu", patience or limit)
     calls = [ProcessCall(f"rank {place.rank}", as_rank, (place, function, args)) for place in places]

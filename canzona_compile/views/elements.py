@@ -14,8 +14,6 @@ class Elements:
 
     Attributes:
         dim: the dimension that is cut; None if that is the flattened fragment, which must be contiguous then.
-        first: the first entry along it.
-        length: the number of entries along it.
         entries: the entries as indices (int64); None if they are consecutive.
     """
 
@@ -49,7 +47,6 @@ class Elements:
         """Write these elements into a fragment, unless `own` is a view of that fragment.
 
         Args:
-            values: the fragment.
             own: the elements, in any shape.
         """
         if not own.numel() or shares_memory(own, values):

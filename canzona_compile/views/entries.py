@@ -45,8 +45,6 @@ def state_of_entries(state: Mapping[str, Any] | None, entries: int, part: int) -
 
     Args:
         state: the portable state of the whole stack; None or empty if it has none.
-        entries: the number of entries of the stack.
-        part: the number of entries in the example.
 
     Returns:
         The state with tensors of unknown values in the place of those that have one value or more per entry.

@@ -28,12 +28,6 @@ from canzona_compile.views.view import ParamView, State, ViewPart, WholeOf, rewr
 class FragmentView(ParamView):
     """Shows one plain parameter as a DTensor.
 
-    Args:
-        name: the name of the parameter.
-        source: the parameter.
-        tiling: where the fragments of all ranks lie in the whole tensor.
-        box: the region that this rank holds.
-
     Attributes:
         whole_leaves: the names of the leaves of the state that are whole although they have the fragment's shape.
     """

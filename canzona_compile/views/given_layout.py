@@ -32,7 +32,6 @@ class Shardings:
     """What this rank knows of its plain tensors, before it hears of the other ranks.
 
     Attributes:
-        by_name: the parameters that are fragments.
         refused: the parameters of which nothing sensible is said.
         meshes: all meshes that are named, some of them several times.
     """
@@ -49,12 +48,7 @@ class Shardings:
 
 
 def shardings_of(named: Named, given: GivenLayout | None) -> Shardings:
-    """Find out which parameters are fragments, and of what. This communicates with nobody and raises nothing.
-
-    Args:
-        named: the parameters with their names.
-        given: what `layout=` says.
-    """
+    """Find out which parameters are fragments, and of what. This communicates with nobody and raises nothing."""
     found = Shardings(meshes=[] if given is None else given.known_meshes())
     for name, _, param in named:
         try:
@@ -71,16 +65,8 @@ def shardings_of(named: Named, given: GivenLayout | None) -> Shardings:
 def sharding_of(name: str, param: Tensor, given: GivenLayout | None) -> Sharding | None:
     """Find out how a parameter is sharded.
 
-    Args:
-        name: its name.
-        param: the parameter.
-        given: what `layout=` says.
-
     Returns:
         Its sharding; None if its type tells its layout, or if this rank holds it whole.
-
-    Raises:
-        CanzonaError: what is said of the parameter is impossible, or contradicts its attributes.
     """
     told: Any = None if given is None else given.mesh
     explicit = False

@@ -22,14 +22,7 @@ from canzona_compile.views.view import ParamView, State, ViewPart
 
 
 class PiecesView(ParamView):
-    """Shows a fused parameter as its pieces.
-
-    Args:
-        name: the name of the fused parameter.
-        source: the fused parameter.
-        split: how its rows divide into logical matrices.
-        box: the region of it that this rank holds.
-    """
+    """Shows a fused parameter as its pieces."""
 
     def __init__(self, name: str, source: Tensor, split: Split, box: Box) -> None:
         self.split = split

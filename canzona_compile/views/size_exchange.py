@@ -42,7 +42,6 @@ class KnownFragments(NamedTuple):
     """What all ranks together know of the plain parameters that are fragments.
 
     Attributes:
-        views: the views that show them, by name.
         refused: the parameters that this rank or another one refuses, by name.
         rows: by the rows of a grid of one replica, those of all replicas.
     """
@@ -60,10 +59,7 @@ def exchange_fragments(
     What is wrong with a parameter is not raised here, because other ranks wait for this rank's part of the exchange.
 
     Args:
-        named: the parameters with their names.
-        given: what `layout=` says.
         replicate: the process group of `replicate=`; None without it.
-        rank: this rank, global.
     """
     known = shardings_of(named, given)
     params = {name: param for name, _, param in named}
@@ -90,10 +86,6 @@ def exchange_sizes(own: Shardings, params: Mapping[str, Tensor]) -> dict[str, Ti
 
     Args:
         own: what this rank knows. Parameters that it or another rank refuses are added to `refused`.
-        params: the parameters by name.
-
-    Returns:
-        The tiling of each parameter that is a fragment and was not refused.
     """
     found: dict[str, Tiling] = {}
     for mesh in own.own_meshes:
@@ -122,11 +114,7 @@ def exchange_sizes(own: Shardings, params: Mapping[str, Tensor]) -> dict[str, Ti
 def agreed(
     name: str, mesh: DeviceMesh, everybody: Mapping[MeshCoordinate, Mapping[str, FragmentEntry]]
 ) -> dict[MeshCoordinate, Shape]:
-    """The sizes of one parameter's fragments.
-
-    Raises:
-        RankMismatch: a rank refuses the parameter, does not have it, or says something else of it.
-    """
+    """The sizes of one parameter's fragments."""
     first: tuple[int, FragmentEntry] | None = None
     for at, told in everybody.items():
         rank, entry = int(mesh.mesh[at]), told.get(name)
@@ -155,11 +143,6 @@ def exchange_rows(
     Args:
         tilings: the tensors of which this rank holds fragments. All replicas must have the same ones.
         refused: the parameters that this rank refuses; those that replicas see differently are added.
-        group: the ranks of `replicate=`.
-        rank: this rank, global.
-
-    Returns:
-        By the rows of a grid of one replica, those of all replicas.
     """
     told = {}
     for name, tiling in tilings.items():

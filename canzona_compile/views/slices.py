@@ -23,9 +23,7 @@ class SlicesView(ParamView):
     """Shows a parameter as slices of its elements.
 
     Args:
-        name: the name of the parameter.
         source: the parameter, contiguous.
-        slices: all of its slices, in order.
     """
 
     def __init__(self, name: str, source: Tensor, slices: Sequence[BucketSlice]) -> None:

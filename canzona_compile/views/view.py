@@ -66,14 +66,9 @@ class ParamView:
     """Shows one parameter, the source, as others.
 
     Args:
-        name: the name of the optimizer's own parameter.
         source: the parameter whose elements are shown.
-        parts: what it consists of.
-        box: the region of the source that this rank holds.
 
     Attributes:
-        sharded: whether parts are DTensors.
-        shown: the parts that have a parameter on this rank.
         params: these parameters. Each shares the memory of the source, unless its elements are not a contiguous view of
             that: then it is a copy.
         reuses: whether a DTensor that is a gradient serves again on the next step, which spares the host the making of
@@ -166,11 +161,7 @@ class ParamView:
     # -- state -------------------------------------------------------------------------------------
 
     def state_in(self, state: Mapping[str, Any]) -> list[State]:
-        """Turn portable state of the source into that of each part that is shown.
-
-        Raises:
-            CanzonaError: the state has a tensor that does not divide into parts.
-        """
+        """Turn portable state of the source into that of each part that is shown."""
         return [self._state_of(state, part) for part in self.shown]
 
     def _state_of(self, state: Mapping[str, Any], part: ViewPart) -> State:
@@ -193,12 +184,7 @@ class ParamView:
         return self.labelled(own.clone() if shares_memory(own, local) else own, part)
 
     def state_out(self, states: Sequence[State], whole_of: WholeOf) -> State:
-        """Turn the portable states of all parts into that of the source, the inverse of `state_in`.
-
-        Args:
-            states: for each of `parts` its state; empty if it has none.
-            whole_of: gathers a leaf that is laid out like no parameter.
-        """
+        """Turn the portable states of all parts into that of the source, the inverse of `state_in`."""
         made: State = {}
         for leaf, path in {n: p for state in states for n, p in paths_of(state).items()}.items():
             held = [(p, s, read(s, path)) for p, s in zip(self.parts, states, strict=True) if path[0] in s]
@@ -226,12 +212,7 @@ class ParamView:
 
 
 def rewritten(state: Mapping[str, Any], rule: Callable[[LeafPath, Any], Any]) -> State:
-    """Copy the containers of a state, with another value for each leaf.
-
-    Args:
-        state: the state.
-        rule: takes the path and the value of a leaf; returns its new value.
-    """
+    """Copy the containers of a state, with another value for each leaf."""
     found: State = pytree.tree_map_with_path(lambda path, value: rule(keys_of(path), value), dict(state))
     return found
 
@@ -243,8 +224,6 @@ def held_part(value: Tensor, param: Tensor, box: Box) -> Tensor:
 
     Args:
         value: the tensor; it has the parameter's shape.
-        param: the parameter.
-        box: the region of the parameter that this rank holds.
     """
     if not isinstance(param, DTensor):
         return local_part(value)

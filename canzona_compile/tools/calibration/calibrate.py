@@ -60,15 +60,9 @@ def calibrate(
     Args:
         device: "cpu" or "cuda"; None takes CUDA where there is one.
         base: a kind of machine, by name or file, whose rates stand where they cannot be measured here.
-        ranks: how many to start on CPU; with one, links stay those of `base`.
-        quick: measure fewer sizes with fewer repetitions.
-        extent: what to measure instead of the two usual extents.
 
     Returns:
         The hardware, and whether this process is the one to show it.
-
-    Raises:
-        CanzonaError: there is no such device or base, ranks are fewer than one, or one of them failed.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -103,15 +97,7 @@ def default_base(device: str) -> str:
 def measured_machine(
     found: MeasuredRates, base: Hardware, extent: MeasurementSizes, device: str, ranks: int
 ) -> Hardware:
-    """Put what ranks found in the places of the rates of a known kind of machine.
-
-    Args:
-        found: what they found.
-        base: the known kind.
-        extent: what they measured.
-        device: "cpu" or "cuda".
-        ranks: how many measured at once. On CPU they are processes that share the cores.
-    """
+    """Put what ranks found in the places of the rates of a known kind of machine."""
     cores, gpu = processors(), device == "cuda"
     if gpu:
         near, shared = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())), ""

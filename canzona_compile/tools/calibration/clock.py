@@ -27,7 +27,6 @@ class Clock:
     what they do to caches and to memory does. On CUDA it counts from one event of the current stream to another.
 
     Attributes:
-        device: "cpu" or "cuda".
         repetitions: samples of which `seconds` is the median.
     """
 
@@ -44,7 +43,6 @@ class Clock:
         """The median time of one `work`, in seconds.
 
         Args:
-            work: what is timed; it has to leave things so that it can run again.
             before: runs once before each sample and is not timed; `work` runs once per sample then, otherwise as often
                 as fits in `SHORTEST`.
         """

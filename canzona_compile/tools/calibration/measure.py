@@ -31,10 +31,8 @@ class MeasurementSizes:
     """How much is measured.
 
     Attributes:
-        products, factorizations, transposed: sizes, ascending.
         cold: bytes of other data that a rank goes through before a measurement, many times what a core's cache holds.
             Between two steps of an optimizer a model is at work, and leaves nothing of the first in the caches.
-        repetitions: how often each measurement is made.
     """
 
     products: tuple[int, ...]
@@ -53,7 +51,6 @@ def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) 
 
     Args:
         clock: of the device.
-        dtype: of factors and products.
         sizes: ascending geometric means of the dims m, k and n; the measurement stops after a size that takes too long.
         cold: bytes to go through before the row of small products.
 
@@ -144,7 +141,6 @@ def factorization(clock: Clock, operator: str, sizes: Sequence[int]) -> Points:
     Args:
         clock: of the device.
         operator: "eigh" and "qr" take one matrix at a time, "eigh_batched" and "qr_batched" a stack in one call.
-        sizes: ascending; the measurement stops after a size that takes too long.
 
     Returns:
         FLOP/s by size, with FLOPs as the cost model counts them.
@@ -164,7 +160,6 @@ def curve(sizes: Sequence[int], timed: Callable[[int], tuple[float, float]], lon
     """Measure a rate by size, up to a size that takes longer than `longest` seconds.
 
     Args:
-        sizes: ascending.
         timed: does the work of one size, and returns how much that is and how many seconds it took.
         longest: seconds.
     """

@@ -38,15 +38,8 @@ def cpu(ranks: int, extent: MeasurementSizes) -> MeasuredRates:
 
     More ranks than cores take turns, as they would in a step, and lose what they had in the caches.
 
-    Args:
-        ranks: how many to start, 1 or more.
-        extent: what they measure.
-
     Returns:
         What they found; without a network, since all are on this machine, and without a link if there is one rank.
-
-    Raises:
-        CanzonaError: a rank failed.
     """
     try:
         found: list[MeasuredRates] = run_ranks(
@@ -72,9 +65,6 @@ def cuda(extent: MeasurementSizes) -> tuple[int, MeasuredRates]:
 
     Every node has equally many ranks, whose numbers follow one another, as torchrun starts them. Links are measured
     within a node and between nodes, where there are other ranks.
-
-    Returns:
-        This process's rank, and what all ranks found.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
@@ -94,14 +84,7 @@ def cuda(extent: MeasurementSizes) -> tuple[int, MeasuredRates]:
 
 
 def measured(device: torch.device, extent: MeasurementSizes, rank: int, ranks: int, near: int) -> MeasuredRates:
-    """Measure all that can be measured here. All ranks call this at once; every one of them returns the same.
-
-    Args:
-        device: of this rank.
-        extent: what is measured.
-        rank, ranks: this one, and how many there are.
-        near: how many there are on each node.
-    """
+    """Measure all that can be measured here. All ranks call this at once; every one of them returns the same."""
     clock, on_cpu = Clock(device, extent.repetitions), device.type == "cpu"
     operators = measure.ALONE if on_cpu else (*measure.ALONE, *measure.STACKED)
     begin = stages(len(DTYPES) + len(operators) + 1 + (ranks > 1) + on_cpu, rank == 0)

@@ -31,8 +31,6 @@ def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions
 
     Args:
         teams: two or more global ranks each. What the first rank of a team found holds for the team.
-        device: of this rank.
-        repetitions: of each measurement.
     """
     rank = dist.get_rank()
     groups = [(team, dist.new_group(list(team)), dist.new_group(list(team[:2]))) for team in teams]
@@ -59,10 +57,7 @@ def all_to_all(group: dist.ProcessGroup, size: int, device: torch.device, repeti
     exchange takes processors. On CUDA it is wall time, and the clock waits for the device.
 
     Args:
-        group: all of its ranks call this.
         size: bytes that a rank sends, about; at least one to each peer.
-        device: of this rank.
-        repetitions: how many times the median is taken over.
 
     Returns:
         Seconds until the data is there, and the bytes that a rank sends.
@@ -88,7 +83,6 @@ def link_of(latency: float, pair: float, ranks: int, rate: float) -> Link:
     Args:
         latency: seconds of it among all `ranks`.
         pair: seconds of it between two of them.
-        ranks: 2 or more.
         rate: bytes per second that a rank sends.
     """
     if ranks == 2:
@@ -118,7 +112,6 @@ def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
     Args:
         mesh: one dim; the matrices are sharded over it as `fully_shard` does, and all of its ranks call this.
         cold: bytes of other data that the rank goes through before each step, to clear its caches.
-        repetitions: how many steps the median is taken over.
     """
 
     def zeros() -> torch.Tensor:

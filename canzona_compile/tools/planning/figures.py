@@ -15,10 +15,8 @@ class StrategyForecast:
 
     Attributes:
         name: "owner" or "replicated".
-        seconds: predicted for all of them.
         compute, gather, scatter: the parts of `seconds`, which do not overlap.
         chosen: whether the plan takes it for at least one of the matrices.
-        note: how ranks share the work.
     """
 
     name: str
@@ -36,8 +34,6 @@ class TemplateCost:
 
     Attributes:
         memory_bytes: that the owner's graph reads and writes.
-        seconds: predicted.
-        strategies: what all matrices of the template take.
     """
 
     memory_bytes: int
@@ -51,10 +47,8 @@ class PhaseForecast:
 
     Attributes:
         name: "backward", "step" or "forward", the pass after the step.
-        seconds: simulated.
         exposed: seconds of it that communication adds.
         sent: bytes that ranks send over the data-parallel axis, summed over all ranks.
-        collectives: that a rank takes part in on that axis.
         spans: what one rank does in a pass, if that is to be shown; those of the step are in its simulation.
     """
 
@@ -73,7 +67,6 @@ class Zero1Forecast:
     Attributes:
         padding_share: elements of all buckets on one rank that are padding, over those that are not.
         makespan: FLOPs of the busiest rank in a step.
-        phases: backward, step and forward.
     """
 
     padding_share: float
@@ -97,8 +90,6 @@ class PeriodForecast:
 
     Attributes:
         seconds: step by step. A common period that is longer than `stagger.LONGEST` is cut off there.
-        mean: of all of them.
-        worst: of the heaviest step.
     """
 
     seconds: tuple[float, ...]
@@ -113,11 +104,9 @@ class Alternative:
     Attributes:
         name: "lpt-swap", "alpha", ..., or "every rank computes everything".
         imbalance: FLOPs of the busiest rank over those of the mean.
-        seconds: the simulated step.
         exposed: the seconds of it that the busiest rank waits for communication.
         sent: bytes that ranks send to other ranks.
         peak: most bytes of buffers on a rank.
-        groups: how many micro-groups there are.
         zero1: figures of its buckets; None if it has none.
     """
 
@@ -138,8 +127,6 @@ class MemoryForecast:
     """Bytes on the rank that needs most.
 
     Attributes:
-        buffers: with the micro-groups of the plan.
-        one_group: with all tasks in one micro-group per grid.
         state: optimizer state on fragments and on owners.
         state_replicated: if every rank kept the whole state of the matrices of its grid.
     """
@@ -155,9 +142,6 @@ class LocalForecast:
     """The parameters of a chain that each rank updates by itself, elementwise: for example those of AdamW.
 
     Attributes:
-        optimizers: the classes of their optimizers.
-        parameters: how many there are.
-        elements: of all of them.
         most: elements on the rank that has most of them.
         state: bytes of optimizer state on the rank that has most.
         seconds: of their update on the rank that takes longest, without launches; they are not in the simulated step.
@@ -179,8 +163,6 @@ class Forecast(Figures):
         fingerprint: that of the scheduled step; a run that makes the same plan has the same one.
         matrices, elements: how many are distributed. Each rank updates the `elementwise` parameters by itself.
         mesh: size of each dim, in order.
-        options: the options of the request, by name, as text.
-        costs: of each template, in their order.
         zero1: the buckets and what happens before and after the step; None unless updates are "zero1".
         period: the seconds of the steps of a period; None if every step does the same. All other figures are those of
             the heaviest step.

@@ -58,13 +58,6 @@ def forecast(
 ) -> Forecast:
     """Work out all figures of a plan.
 
-    Args:
-        made: the plan of all matrices of the model.
-        digest: the fingerprint of its plan.
-        request: what the user asked for.
-        others: functions that make the alternatives, by name.
-        say: called with words that tell what is being done.
-
     Returns:
         The figures: predicted seconds, and counted bytes and FLOPs.
     """
@@ -106,11 +99,7 @@ def forecast(
 
 
 def alternative(name: str, made: LoweredPlan, request: Request, found: Simulation) -> Alternative:
-    """Work out the headline figures of a plan.
-
-    Args:
-        found: its step, simulated.
-    """
+    """Work out the headline figures of a plan."""
     step, loads, zero1 = made.scheduled, loads_of(made), None
     if step.buckets:
         zero1 = zero1_forecast(step.buckets, loads, found, request, name == name_of(request.options, request))
@@ -145,11 +134,7 @@ def zero1_forecast(
     """Sum up the buckets of a plan, and simulate the passes around its step.
 
     Args:
-        buckets: those of the plan; at least one.
         loads: the FLOPs of all ranks.
-        simulation: of the step.
-        request: what the user asked for.
-        shown: whether to keep the spans of the passes.
     """
     ranks = len(buckets[0].ranks)
     # Every rank sends all shards but its own, in every data-parallel group.
@@ -262,12 +247,6 @@ def strategies(
 ) -> tuple[StrategyForecast, ...]:
     """Predict every strategy for tasks that share a cut and a grid.
 
-    Args:
-        time: the predicted time of the cut for one whole matrix.
-        tasks: at least one.
-        hardware: the rates.
-        zero1: whether replicas leave the exchange of updates to the next forward pass.
-
     Returns:
         A forecast for each strategy, in seconds for all of the tasks: every matrix has one owner, and no rank owns more
         than its even share, rounded up; or every rank gathers and computes every matrix.
@@ -302,7 +281,6 @@ def period_forecast(
 
     Args:
         owned: the step with owners, in which every task has its heaviest variant.
-        periods: by task, how its code continues from step to step.
         seconds_of: predicts an owned step.
 
     Returns:

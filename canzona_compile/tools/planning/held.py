@@ -22,16 +22,9 @@ def held_by(optimizer: Optimizer, module: nn.Module) -> dict[str, int] | None:
     They are known by being the same objects; else by the names that the optimizer has of them; else by their shapes,
     because the optimizer may hold those of a sharded copy, and the module lie on the meta device.
 
-    Args:
-        optimizer: the optimizer.
-        module: the module.
-
     Returns:
         The index of each one's parameter group, by canonical name, in the order of the optimizer. None if it holds none
         of them, and so stands for its kind.
-
-    Raises:
-        CanzonaError: there are several parameters of a shape, of which the optimizer holds some, and no names.
     """
     params = canonical_params(module)
     by_id = {id(param): name for name, param in params.items()}
@@ -67,8 +60,6 @@ def with_held(model: Model, held: dict[str, int], in_order: bool) -> Model:
     """Give a model the weights that an optimizer holds, with their parameter groups.
 
     Args:
-        model: of a module, with all of its parameters.
-        held: what `held_by` found.
         in_order: whether the weights keep the order of the module, and the other parameters stay, as under ZeRO-1; else
             the weights are all that the optimizer holds, its vectors among them, in its order.
     """
@@ -86,9 +77,6 @@ def dealt(model: Model, chain: Chain) -> Model:
     """Deal the weights of a model out to a chain that holds none of them.
 
     The first optimizer gets the matrices, the second one all that is updated elementwise.
-
-    Raises:
-        CanzonaError: the chain has more optimizers.
     """
     if len(chain.optimizers) > 2:
         raise CanzonaError(
@@ -105,7 +93,6 @@ def model_of_chain(module: nn.Module, chain: Chain, in_order: bool) -> Model:
     """Make a model of a module and the chain that trains it.
 
     Args:
-        module: the module.
         chain: the chain. If it holds no parameter of the module, it stands for a chain that was made by
             `hidden_matrices`.
         in_order: whether the weights keep the order of the module, as under ZeRO-1; else they have that of the chain.

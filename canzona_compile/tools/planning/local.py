@@ -18,10 +18,7 @@ def local_forecast(begun: Captured, owned: Step, buckets: Sequence[Bucket], hard
     """Sum up the parameters whose update is elementwise.
 
     Args:
-        begun: the step of all optimizers, with their code.
         owned: the same step with owners.
-        buckets: those of ZeRO-1, which cut these parameters; empty without it.
-        hardware: the rates.
 
     Returns:
         The figures; None if there is no such parameter.

@@ -40,8 +40,6 @@ class Request:
         updates: who applies updates over replicas: "ddp", all of them, or "zero1", the owner's alone.
         bucket_bytes: the size at which a bucket closes, see `zero1`.
         tokens: how many a data-parallel rank trains on per step.
-        gather: when parameters are gathered, see `zero1`.
-        rank: a global rank whose timeline to show.
         replicas: how many meshes there are, over which gradients are summed under ZeRO-1.
     """
 
@@ -130,7 +128,6 @@ class Lowering:
 
     Attributes:
         begun: the step of all tasks; under ZeRO-1 with those of elementwise parameters.
-        mesh: the ranks.
         bucket_bytes: the size at which a bucket closes; None without ZeRO-1.
     """
 

@@ -45,11 +45,7 @@ def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
     """Make an optimizer over one matrix that stands for all.
 
     Args:
-        name: WHOLE_MODEL, one of NAMED, or "module:Class".
         arguments: the arguments of the class beside the parameters; for WHOLE_MODEL those of `muon_adamw`.
-
-    Raises:
-        CanzonaError: it cannot be imported or made.
     """
     if name == WHOLE_MODEL:
         vector = Parameter(torch.zeros(2, device="cpu"))
@@ -84,12 +80,7 @@ def one_matrix() -> Parameter:
 
 
 def made(make: Callable[[], Optimizer], call: str) -> Optimizer:
-    """Make an optimizer; raise CanzonaError if that fails.
-
-    Args:
-        make: makes it.
-        call: what is called, for the message.
-    """
+    """Make an optimizer; raise CanzonaError if that fails."""
     try:
         return make()
     except Exception as error:
@@ -126,14 +117,9 @@ def captured_step(
 
     Args:
         model: its weights are numbered in their order; those of a chain optimizer by optimizer, unless `everything`.
-        mesh: the ranks.
         optimizer: its code is captured, with the hyperparameters of each weight's parameter group.
-        machine: what a run would find.
         everything: whether it has tasks for the parameters that another optimizer updates elementwise, too, in the
             order of the model. The step of a chain always has them.
-
-    Raises:
-        CanzonaError: the mesh does not fit the model, or the optimizer cannot be distributed.
     """
     check(mesh, model)
     sharding = WeightSharding(mesh, model.layers, model.experts)
@@ -163,13 +149,8 @@ def captured_by(
     """Make the step of one optimizer.
 
     Args:
-        optimizer: its code is captured.
         planned: what it updates: the number of the task, the weight, the name of the task, and the layout.
-        machine: what a run would find.
         chained: whether it updates elementwise weights, too. If not, a stand-in of their optimizer does.
-
-    Returns:
-        The step, and by task how its code continues from step to step, where that is known.
     """
     capture = Capture(optimizer)
     kinds: dict[tuple[Shape, int], ParamKind] = {}

@@ -77,11 +77,7 @@ class OfflinePlan(Printable):
 
 
 def check_installed() -> None:
-    """Make sure that HTML pages can be made.
-
-    Raises:
-        CanzonaError: plotly or jinja2 is not installed.
-    """
+    """Make sure that HTML pages can be made."""
     if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
         raise CanzonaError(
             f"the HTML page needs {missing[0]}, which is not installed",

@@ -38,13 +38,7 @@ def trace(forecast: Forecast) -> dict[str, Any]:
 
 
 def written(simulation: Simulation, hardware: Hardware, other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return spans, simulated or measured, as the object form of a trace.
-
-    Args:
-        simulation: the spans.
-        hardware: the machine.
-        other: what else to say of them.
-    """
+    """Return spans, simulated or measured, as the object form of a trace."""
     rows = tracks(simulation.spans)
     timed = [*spans(simulation, rows), *arrows(simulation, rows), *buffers(simulation)]
     # A stable sort: an arrow must come after the span that it starts in.

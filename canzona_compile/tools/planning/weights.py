@@ -178,11 +178,7 @@ def preset(name: str, split: tuple[str, ...]) -> Model:
 
 
 def from_config(path: Path, split: tuple[str, ...]) -> Model:
-    """Make the model of a decoder from its Hugging Face config.json.
-
-    Raises:
-        CanzonaError: a field is missing or absurd.
-    """
+    """Make the model of a decoder from its Hugging Face config.json."""
     config = read_object(path)
     at = str(path)
     count, wrong = partial(count_in, config, at), partial(CanzonaError, at=at)
@@ -237,13 +233,7 @@ def count_in(config: Mapping[str, Any], at: str, *names: str, default: int | Non
     """Read a positive integer of a config, under the first of some names that it has.
 
     Args:
-        config: the fields.
-        at: the file, for errors.
-        names: of the field.
         default: what it is where no name is there; None if there must be one.
-
-    Raises:
-        CanzonaError: it is missing, or no positive integer.
     """
     name = next((n for n in names if config.get(n) is not None), None)
     if name is None:
@@ -262,9 +252,6 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
     """Read named shapes: {"layers.0.q": [5120, 5120], "layers.0.o": {"shape": [...], "tp": 1, "experts": true}}.
 
     A parameter that another optimizer updates has {"shape": [...], "elementwise": true}, in any number of dims.
-
-    Raises:
-        CanzonaError: an entry is absurd.
     """
     everything = [weight_of(key, value, at) for key, value in found.items()]
     weights = tuple(w for w in everything if not w.elementwise)
@@ -280,11 +267,7 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
 
 
 def weight_of(key: Any, value: Any, at: str) -> ModelWeight:
-    """Read one entry of `from_shapes`.
-
-    Raises:
-        CanzonaError: it is absurd.
-    """
+    """Read one entry of `from_shapes`."""
     if not isinstance(key, str) or not key.isprintable() or not key:
         raise CanzonaError(f"{key!r} is not a parameter name", at=at, hint="use printable characters")
     wrong = partial(CanzonaError, at=f"{at}: {key}")
@@ -332,12 +315,7 @@ def weight_of(key: Any, value: Any, at: str) -> ModelWeight:
 
 
 def from_module(module: nn.Module, matrices: Collection[str]) -> Model:
-    """Make a model of a module on any device.
-
-    Args:
-        module: the module.
-        matrices: the canonical names of its matrices. Vectors among them do not count.
-    """
+    """Make a model of a module on any device."""
     named = canonical_params(module)
     shapes: dict[str, Any] = {n: tuple(p.shape) for n, p in named.items() if p.ndim >= 2 and n in matrices}
     shapes = {

@@ -33,7 +33,6 @@ class StepProfile:
 
     Attributes:
         report: of rank 0, with the measured phases of all ranks.
-        ranks: what each rank did.
     """
 
     report: Report
@@ -56,16 +55,7 @@ def profile(
     Args:
         build: returns (model, optimizer), as for `verify`; a loss is not used. A text "module:function" names one that
             only the processes import.
-        steps: how many to measure. As many, and three more, are taken before.
-        ranks: how many processes to start on this machine.
-        layout: "fsdp", "fsdp_columns", "hsdp", "ddp" or "zero1", as for `verify`.
-        seed: for `build` and for the gradients.
-        options: options of `wrap`.
-        trace: a file to write a trace of the steps to, for ui.perfetto.dev.
         limit: seconds until the processes are ended.
-
-    Raises:
-        CanzonaError: `build` failed, `wrap` refuses the optimizer, a process died, or the limit is over.
     """
     options = dict(options or {})
     if steps < 1:

@@ -33,7 +33,6 @@ class RankTransfer:
     """An exchange that a rank takes part in.
 
     Attributes:
-        team: the global ranks that take part.
         sent: bytes that this rank sends to others.
     """
 
@@ -46,13 +45,7 @@ class RankProfile:
     """What a rank did.
 
     Attributes:
-        rank: global.
-        steps: what its clock saw.
-        transfers: of each step, by micro-group and phase.
         computed: of each step, the names of the matrices that it computes, by micro-group.
-        offset: to the clock of rank 0.
-        report: of the run; only from rank 0.
-        fingerprint: of the plan.
     """
 
     rank: int
@@ -129,7 +122,6 @@ class ClockOffset:
     """The clock of the first rank less that of this one.
 
     Attributes:
-        seconds: the difference.
         bound: seconds by which it may be wrong: half the time that the answer took.
     """
 

@@ -19,14 +19,7 @@ START, WAIT = "start ", "wait "
 
 
 def real_trace(profiles: Sequence[RankProfile], model: str, optimizer: str, hardware: Hardware) -> dict[str, Any]:
-    """Return the measured steps as the object form of a trace: `json.dump` it to a file.
-
-    Args:
-        profiles: what the ranks did.
-        model: a name for the model.
-        optimizer: the class of the optimizer.
-        hardware: the rates with which the steps were planned.
-    """
+    """Return the measured steps as the object form of a trace: `json.dump` it to a file."""
     flows: dict[tuple[Any, ...], int] = {}
     found = [span for own in profiles for span in spans_of(own, flows)]
     begin = min((span.start for span in found), default=0.0)
@@ -48,12 +41,7 @@ def real_trace(profiles: Sequence[RankProfile], model: str, optimizer: str, hard
 
 
 def spans_of(profile: RankProfile, flows: dict[tuple[Any, ...], int]) -> Iterator[Span]:
-    """Yield what a rank did, and below it its collectives, by the clock of rank 0.
-
-    Args:
-        profile: of the rank.
-        flows: the numbers of collectives, which all ranks share; new ones are added.
-    """
+    """Yield what a rank did, and below it its collectives, by the clock of rank 0."""
     rank, offset = profile.rank, profile.offset.seconds
     for number, step in enumerate(profile.steps):
         begun: dict[tuple[int, str], float] = {}

@@ -54,14 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(given: Namespace) -> int:
-    """Measure all products of a Newton-Schulz step on the given matrices, print which kernel won, and keep that.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        CanzonaError: a shape or the number of rounds is wrong, or there are no kernels for this device.
-    """
+    """Measure all products of a Newton-Schulz step on the given matrices, print which kernel won, and keep that."""
     shapes = [_parsed(text) for text in given.shapes or SHAPES]
     if given.rounds < 1:
         raise CanzonaError(f"--rounds must be at least 1, not {given.rounds}")

@@ -132,11 +132,7 @@ def verify(
 
 
 def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, options: dict[str, Any]) -> None:
-    """Refuse arguments with which every process would fail alike.
-
-    Raises:
-        CanzonaError: an argument is out of its range, or an option does not exist here.
-    """
+    """Refuse arguments with which every process would fail alike."""
     if steps < 2:
         raise CannotVerify(f"steps={steps} checks nothing", hint="use 2 or more, because the first step is eager")
     if ranks < 1:

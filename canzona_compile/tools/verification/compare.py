@@ -25,7 +25,6 @@ class Distance:
         ulps: the largest distance in units in the last place, 0 only if `equal`. None if no number tells it, because
             shapes or dtypes differ, or only one side is NaN.
         relative: the largest |a - b| / max(|a|, |b|), at most 2. None as for `ulps`, and beside an infinity.
-        remark: what the numbers do not say.
     """
 
     equal: bool

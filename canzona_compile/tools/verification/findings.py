@@ -35,13 +35,10 @@ class LeafDifference:
     Attributes:
         parameter: its name in the model; empty for state that belongs to no parameter.
         leaf: "parameter", or where it is in the state, as in "momentum_buffer" or "factors.0".
-        shape: that of the whole tensor; empty for a number.
         dtype: as in "float32"; for what is no tensor its type, as in "int".
         equal: whether it had the same bits after every step on every rank.
         max_ulps, max_relative: the largest distances, see `compare.Distance`; None if no number tells it.
         first_step: the step after which it differed first, counted from 1; None if it never did.
-        ranks: those on which it differed.
-        remark: what the numbers do not say.
     """
 
     parameter: str
@@ -77,18 +74,10 @@ class Findings:
     """Everything about one run of `verify`.
 
     Attributes:
-        build: "module:function".
-        optimizer: its class.
-        steps, ranks, layout, seed: the arguments of `verify`.
-        options: what `wrap` was given.
-        torch: its version.
-        seconds: how long all of it took.
         compiled: parameters whose update ran as captured graphs, from the second step on.
         eager: parameters that a rank stepped by the optimizer's own code, and why. The state of those with an object
             of their own, which no plain optimizer has, is not compared.
         local: parameters whose ranks updated their fragments by themselves, and why.
-        idle: parameters that never had a gradient.
-        leaves: in the order of the optimizer's parameters.
         everywhere: matrices that every rank computed in the first of two plans; all of them had owners in the second
             one. Empty if there was one plan only.
     """
@@ -122,9 +111,6 @@ class Findings:
 
 class Tally:
     """The leaves that one rank has compared so far.
-
-    Args:
-        rank: which one.
 
     Attributes:
         apart: the largest relative distance of a parameter's part by its norm, in whatever step.

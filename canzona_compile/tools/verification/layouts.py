@@ -29,7 +29,6 @@ class SharedBy:
     """How some ranks share parameters.
 
     Attributes:
-        words: what ranks hold, in words that follow a noun.
         outer: the sizes of all dims of the mesh but the last, whose size is what is left of the ranks.
         turns: the placements of the parameters, by turns. They are for the last dims of the mesh: ranks that differ in
             the others only have equal copies, or know nothing of one another. Without any, parameters are plain.
@@ -68,9 +67,6 @@ def share(made: Built, layout: str, options: Mapping[str, Any], device: str = "c
     """Share a model among the ranks of the default process group, and wrap its optimizer.
 
     Args:
-        made: plain, and the same on every rank.
-        layout: a name of `LAYOUTS`, or "zero1".
-        options: of `wrap`; under "zero1", of `zero1`.
         device: the kind of device that the model is on.
     """
     if layout == "zero1":
@@ -87,12 +83,8 @@ def shard(optimizer: Optimizer, layout: str, device: str = "cpu") -> DeviceMesh 
     dims stays as it is: `fully_shard` takes it only as one of its `ignored_params`.
 
     Args:
-        optimizer: plain, and the same on every rank.
         layout: a name of `LAYOUTS`: how the ranks of the default process group share each parameter.
         device: the kind of device that the parameters are on.
-
-    Returns:
-        What `wrap` has to be given as `replicate=`.
     """
     how = LAYOUTS[layout]
     if not how.turns:
@@ -147,8 +139,6 @@ def give(made: Built, layout: LayoutName, grads: Sequence[Tensor | None]) -> Non
     """Give each parameter its gradient, as a backward pass leaves it.
 
     Args:
-        made: the model on the ranks.
-        layout: how they share it.
         grads: whole gradients, equal on all ranks; None where there is none.
     """
     for param in made.params:

@@ -45,15 +45,7 @@ class CannotVerify(errors.CanzonaError):
 
 @contextlib.contextmanager
 def blamed(what: str, hint: str | None = None) -> Iterator[None]:
-    """Turn an exception inside into an error that says what raised it; errors of this package pass as they are.
-
-    Args:
-        what: what runs inside, as in "build()".
-        hint: what the user can do about it.
-
-    Raises:
-        CannotVerify: something inside raised. It names the user's own innermost line and has the traceback as a note.
-    """
+    """Turn an exception inside into an error that says what raised it; errors of this package pass as they are."""
     try:
         yield
     except errors.CanzonaError:
@@ -128,11 +120,7 @@ def random_gradients(made: Built, seed: int) -> list[Tensor | None]:
 
 
 def packed(build: Build | str) -> str | bytes:
-    """What other processes can load `build` from: its text, or its pickle.
-
-    Raises:
-        CannotVerify: it is neither a function nor "module:function", or it cannot be pickled.
-    """
+    """What other processes can load `build` from: its text, or its pickle."""
     if isinstance(build, str):
         module, _, attribute = build.partition(":")
         if not module or not attribute:
@@ -161,16 +149,7 @@ def name_of(build: Build | str) -> str:
 
 
 def built(build: str | bytes, seed: int) -> Built:
-    """Seed, call `build` and check what it returned.
-
-    Args:
-        build: what `packed` returned.
-        seed: for `random`, torch and numpy.
-
-    Raises:
-        CannotVerify: `build` cannot be loaded, raised, or returned something else than it has to.
-        UnsupportedOptimizer: the optimizer's step needs arguments.
-    """
+    """Seed, call `build` and check what it returned."""
     function = loaded(build)
     random.seed(seed)
     torch.manual_seed(seed)

@@ -42,12 +42,7 @@ PAUSE = 0.005  # seconds between two looks
 
 @dataclass(frozen=True, slots=True)
 class StepPage:
-    """One step.
-
-    Attributes:
-        grads: the gradient that each parameter was given.
-        leaves: parameters and state after the step.
-    """
+    """One step."""
 
     grads: tuple[Tensor | None, ...]
     leaves: Leaves
@@ -87,12 +82,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every process of `verify` or `profile` has to know.
-
-    Attributes:
-        build: what `packed` returned.
-        steps, layout, seed, options: the arguments of `verify` or `profile`.
-    """
+    """What every process of `verify` or `profile` has to know."""
 
     build: str | bytes
     steps: int
@@ -106,9 +96,7 @@ class RankOutcome:
     """What a rank saw.
 
     Attributes:
-        optimizer, leaves, everywhere, idle: see `Findings`; leaves are those of the plan.
         owned: the leaves where owners compute, see `of_both_plans`.
-        roles: how each parameter was updated, and why.
     """
 
     optimizer: str
@@ -139,17 +127,11 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
     """Give every parameter a gradient: that of the user's loss, or a random one.
 
     Args:
-        made: the model; gradients that it has are dropped.
-        seed, step: random gradients depend on them alone.
         missing: the option `missing_grads` of `wrap`. With "zero", parameters without a gradient get zeros, which are
             not returned: `wrap` has to make them itself.
 
     Returns:
         Copies of the gradients, by parameter, because a step may write into them. None where there is none.
-
-    Raises:
-        CannotVerify: the loss raised, or returned no tensor of one element with a gradient.
-        InvalidGradient: a gradient is not dense.
     """
     made.model.zero_grad()
     made.optimizer.zero_grad()
