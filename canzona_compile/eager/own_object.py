@@ -94,7 +94,13 @@ class OwnObject:
 
     def state(self) -> dict[str, Any]:
         """Copy the object's state dict, as tensors by path. Of its group, what its steps changed."""
-        whole = self.optimizer.state_dict()
+        try:
+            whole = self.optimizer.state_dict()
+        except Exception as error:  # whatever its code raises
+            raise CanzonaError(
+                f"the state_dict() of {type(self.optimizer).__name__} fails: {first_line(error)}{blamed(error)}",
+                at=self.name,
+            ) from error
         changed = {
             k: v
             for k, v in hypers(whole["param_groups"][0]).items()

@@ -285,12 +285,21 @@ class StateStore:
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
         """Broadcast the state of an interpreted task from its owner. The state may hold any Python object."""
-        grid, state = task.layout.grid, portable_of(state)
+        grid = task.layout.grid
         if grid.size == 1 or task.owner is None:
-            return state
+            return portable_of(state)
+        refused: CanzonaError | None = None
+        try:
+            state = portable_of(state)
+        except CanzonaError as error:  # the others wait for what is sent, so they get the error in its place
+            refused = error
         source = grid.ranks[task.owner[0]][task.owner[1]]
         group, device = self.groups.of(grid.members()), self.params[task.name].device
-        found: dict[str, Any] = send_values(state, source, group, device, self.watch)
+        given = (refused.problem, refused.at, refused.hint) if refused is not None else state
+        found: Any = send_values(given, source, group, device, self.watch)
+        if isinstance(found, tuple):
+            problem, at, hint = found
+            raise CanzonaError(problem, at=at, hint=hint) from refused
         if not self.owns(task):
             state.update(structure_of(found))  # the load of a checkpoint looks here for its keys
         return found

@@ -179,6 +179,24 @@ def test_what_state_dict_must_not_hold_is_named() -> None:
     assert caught.value.at == "group0.param1"
 
 
+def unsaved(case: Case) -> list[tuple[str, str]]:
+    part = part_of("by index", case)
+    part.steps(0, 1)
+    for param in part.laid.params:
+        own = part.optimizer.state[param].get("object")
+        if own is not None:  # the owner alone has it
+            own.optimizer.count = object()
+    with pytest.raises(CanzonaError, match="has a object at kept/0") as caught:
+        part.optimizer.state_dict()
+    return [(str(caught.value.at), str(caught.value.hint))]
+
+
+@pytest.mark.ranks
+def test_what_the_owner_cannot_save_is_an_error_on_every_rank() -> None:
+    hint = "let its state_dict() return tensors, numbers and texts, in dicts, lists and tuples"
+    assert run(2, unsaved, Case("fsdp", (2,)), fresh=True) == [[("group0.param0", hint)]] * 2
+
+
 # -- plans and edits -------------------------------------------------------------------------------
 
 
