@@ -76,7 +76,7 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
     if mixed or late:
         reads = f", or on {some(map(str, late))}, which it changes for large ones only" if late else ""
         raise UnsupportedOptimizer(
-            f"{kind} couples parameters: the update of one depends on others{reads}",
+            f"{kind} updates parameters together: the update of one depends on others{reads}",
             at=like.name,
             hint=f"{broken(2)}; {TOGETHER}",
         )

@@ -1,13 +1,8 @@
-"""Cells: whole parameters that one rank steps by the optimizer's own code.
-
-A cell has two options: whose object steps, a twin of the user's or one that its class's constructor made
-(`own_object`), and which parameters: one matrix, or all where they depend on one another. Prodigy divides sums over all
-parameters, others clip by a global norm; what a step does to one of them by itself is not defined then.
-"""
+"""Cells: whole parameters that one rank steps by the optimizer's own code, each by itself on a twin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,16 +34,9 @@ def whole_copy(
     return own
 
 
-def step_alone(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    param: Tensor,
-    state: dict[str, Any],
-    groups: Sequence[dict[str, Any]] = (),
-) -> Tensor:
+def step_alone(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> Tensor:
     """Step one whole parameter on a twin of an optimizer."""
     twin = make_twin(optimizer, group, [param], {param: state})
-    twin.param_groups = list(groups) or twin.param_groups
     step_plainly(twin)
     state.update(twin.state[param])
     return param.detach()

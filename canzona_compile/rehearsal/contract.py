@@ -16,7 +16,7 @@ TOGETHER = (
 )
 
 
-def broken(line: int) -> str:
+def broken(line: int | str) -> str:
     """Name a line of the contract, which docs/optimizers.md has."""
     return f"this breaks line {line} of the contract"
 
