@@ -196,7 +196,7 @@ def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimiz
     assert caught.value.at == "layer.weight"
 
 
-class Scales(toys.PerParameter):
+class Scales(PerParameter):
     """Reads the norms of all gradients always, and divides large matrices by their sum."""
 
     def __init__(self, params: list[Any], most: float) -> None:
