@@ -226,7 +226,7 @@ class CompiledPart:
         self.given = {i: copies[id(leaf)] for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.given |= {call.numbers[place]: node for place, node in numbers.items()}
         for i, node in zip(self.target.written, self.made, strict=False):
-            graph.put(self.tensors[i], node)
+            graph.write(self.tensors[i], node)
 
 
 def own_calls(calls: Sequence[RecordedCall]) -> Iterator[int]:
@@ -333,7 +333,7 @@ def with_compiled_calls(graph: fx.Graph, parts: Sequence[CompiledPart], returned
     for node in graph.nodes:
         if node in copies:  # values of a functional graph never change
             env[node] = env[node.args[0]]
-        elif node.target is torch.ops.aten.copy.default and node.args[1] in absent and alike(*node.args):
+        elif node.target is torch.ops.aten.copy.default and node.args[1] in absent and same_form(*node.args):
             env[node] = env[node.args[1]]
         elif node.op != "output" and node not in absent:
             env[node] = new.node_copy(node, env.__getitem__)
@@ -351,7 +351,7 @@ def with_compiled_calls(graph: fx.Graph, parts: Sequence[CompiledPart], returned
     return new
 
 
-def alike(one: fx.Node, other: fx.Node) -> bool:
+def same_form(one: fx.Node, other: fx.Node) -> bool:
     """Tell whether two tensors have equal shapes, dtypes and strides."""
     a, b = one.meta["val"], other.meta["val"]
     return bool((a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()))

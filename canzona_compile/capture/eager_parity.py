@@ -96,13 +96,13 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     first, twin = (make_twin(optimizer, group, [param]) for _ in range(2))
     with as_written():
         step_plainly(first)
-    state = twin.state[param] = alike(first.state[param], recorder, counters, generator)
+    state = twin.state[param] = with_leaves_of(first.state[param], recorder, counters, generator)
     give_counts(twin, elsewhere)
     param.grad = random(spec.grad_dtype)
     before = {name: leaf.clone() for name, leaf in state_leaves(state) if isinstance(leaf, Tensor)}
-    recorder.put(counters)
+    recorder.set_leaves(counters)
     _, scalars = recorder.consult(group, elsewhere)
-    recorder.put(counters)
+    recorder.set_leaves(counters)
     values = {Role.PARAM: param.detach().clone(), Role.GRAD: param.grad.clone()}
     arguments = [
         before[leaf.name] if leaf.role is Role.STATE else values.get(leaf.role, scalars.get(leaf.name))
@@ -122,7 +122,7 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
 
 
-def alike(
+def with_leaves_of(
     state: dict[str, Any], recorder: StepRecorder, counters: Mapping[str, Any], generator: torch.Generator
 ) -> dict[str, Any]:
     """Make a state with the leaves of the recorder's state.

@@ -160,7 +160,7 @@ class FakeTwin:
         """Return the leaves of the state, by name."""
         return dict(state_leaves(self.twin.state.get(self.param, {})))
 
-    def put(self, leaves: Mapping[str, Any]) -> None:
+    def set_leaves(self, leaves: Mapping[str, Any]) -> None:
         """Write leaves to the state. Names that it lacks are ignored."""
         for name, value in leaves.items():
             if name in self.paths:
@@ -173,7 +173,7 @@ class FakeTwin:
     def restore(self, moment: TwinMoment) -> None:
         """Give the twin what it held at a moment."""
         self.set_numbers(moment.group, moment.counts)
-        self.put(moment.leaves)
+        self.set_leaves(moment.leaves)
 
     def tensors(self) -> list[tuple[Tensor, Source]]:
         """List the twin's own tensors, each with its source."""

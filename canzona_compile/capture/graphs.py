@@ -84,7 +84,7 @@ class RecordedGraph:
             node = self.graph.call_function(call.func, args, kwargs)
         self._name_results(node, call.result)
 
-    def put(self, tensor: Tensor, value: fx.Node) -> None:
+    def write(self, tensor: Tensor, value: fx.Node) -> None:
         """Write a value into a tensor that has a node."""
         self.graph.call_function(torch.ops.aten.copy_.default, (self.node_of(tensor), value))
 

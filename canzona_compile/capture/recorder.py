@@ -64,7 +64,7 @@ class StepRecorder(FakeTwin, ABC):
         self.second = StepInputs(own, self.counters(), elsewhere)
         self.prepare()
         self.consult(hypers(self.twin.param_groups[0]), self.counts)
-        self.put(self.first_leaves)
+        self.set_leaves(self.first_leaves)
 
     # -- what the ways differ in -------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class StepRecorder(FakeTwin, ABC):
     def take(self, moment: StepInputs, group_counters: Collection[str]) -> tuple[Variant, StepInputs]:
         """Find out what the step does at a moment."""
         group, counters, elsewhere = moment
-        self.put(counters)
+        self.set_leaves(counters)
         variant, _ = self.consult(group, elsewhere)
         own = {name: value for name, value in counts_of(self.twin).items() if name in elsewhere}
         counted = self.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
@@ -110,7 +110,7 @@ class StepRecorder(FakeTwin, ABC):
         except Untraceable:  # other parameters may still be at steps that can be captured
             for key in self.state.keys() - self.structure.keys():
                 del self.state[key]
-            self.put(before)
+            self.set_leaves(before)
             raise
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
         read = {source[1] for source in variant.sources if source[0] == "scalar"}
@@ -192,4 +192,4 @@ class StepRecorder(FakeTwin, ABC):
             if place is None:
                 raise Untraceable(f"its step puts something in the state {name!r} that no graph computes")
             variant.results["state", name] = place
-            self.put({name: value})
+            self.set_leaves({name: value})

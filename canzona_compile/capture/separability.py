@@ -106,7 +106,7 @@ def labelled(
             twin = FakeTwin(optimizer, like, with_numbers=False, specs=specs, mode=labels)
             for i, param in enumerate(twin.params):
                 for tensor in held_by(twin, param):
-                    labels.put(tensor, frozenset({i}))
+                    labels.label(tensor, frozenset({i}))
             twin.attempt(lambda: twin.step_eagerly(labels))
         except Untraceable:
             return None
@@ -148,7 +148,7 @@ class Labels(NoCollectives):
         """Return the labels of a tensor."""
         return self._labels.get(storage_of(tensor), frozenset())
 
-    def put(self, tensor: Tensor, labels: frozenset[int], maker: str = "") -> None:
+    def label(self, tensor: Tensor, labels: frozenset[int], maker: str = "") -> None:
         """Label a tensor."""
         self._labels[storage_of(tensor)], self._makers[storage_of(tensor)] = labels, maker
         self._alive.append(tensor)
@@ -183,7 +183,7 @@ class Labels(NoCollectives):
             own = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
             for value in (found, *fresh, *written):
                 for tensor in entries(value, i, count):
-                    self.put(tensor, frozenset().union(*own), name)
+                    self.label(tensor, frozenset().union(*own), name)
         return found
 
     def _number(self, tensor: Tensor) -> Any:

@@ -33,7 +33,7 @@ def object_per_matrix(optimizer: Optimizer) -> str:
     given = [
         f"{a.name}={values[a.name]!r}"
         for a in arguments
-        if a.name in values and told(values[a.name], None if a.name == "lr" else a.default)
+        if a.name in values and is_written(values[a.name], None if a.name == "lr" else a.default)
     ]
     made = ", ".join(["params", *given])
     return (
@@ -42,8 +42,8 @@ def object_per_matrix(optimizer: Optimizer) -> str:
     )
 
 
-def told(value: Any, default: Any) -> bool:
+def is_written(value: Any, default: Any) -> bool:
     """Tell whether a value can be written as it is printed, and has to be."""
     if isinstance(value, list | tuple):
-        return all(told(inside, None) or inside is None for inside in value) and value != default
+        return all(is_written(inside, None) or inside is None for inside in value) and value != default
     return isinstance(value, bool | int | float | str) and (type(value) is not type(default) or value != default)

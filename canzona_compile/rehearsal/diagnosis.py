@@ -21,18 +21,18 @@ from canzona_compile.replica.snapshot import Contents, changed
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
 
 
-def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
+def differing_places(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
     """The places at which two runs differ first; none if they do not. Only one of them raising is a difference.
 
     Caches do not count: attributes that stay as the first steps left them.
     """
     cached = caches(whole)
-    return first_difference(
+    return first_differing(
         whole, parts, lambda one, other: [place for place in changed(one, other) if attribute_of(place) not in cached]
     )
 
 
-def first_difference(
+def first_differing(
     whole: RehearsedSteps, parts: RehearsedSteps, differing: Callable[[Contents, Contents], list[str]]
 ) -> list[str]:
     """The places at which two runs differ first, as a function finds them; the end of the run if one ends before."""
@@ -70,7 +70,7 @@ def refusal(
             f"{tensors_kept(optimizer)}: {first_line(parts.error)}{blamed(parts.error)}",
             hint=f"{broken(3)}; {object_per_matrix(optimizer)}",
         )
-    places = difference(whole, parts)
+    places = differing_places(whole, parts)
     at = where(places, scenario, names)
     beside = [p for p in places if p.startswith(("self.", "param_groups"))]
     if beside and not any(p.startswith(("parameter", "the state")) for p in places):

@@ -22,7 +22,7 @@ from canzona_compile.compat.optimizer_class import plain_class, plain_step
 from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
 from canzona_compile.rehearsal.contract import object_per_matrix
-from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
+from canzona_compile.rehearsal.diagnosis import NamesByGroup, differing_places, refusal, tensors_kept
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import OneByOne
 from canzona_compile.rehearsal.trial import (
@@ -163,7 +163,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
     for one in scenario.easier():
         plain = together(optimizer, one)
         apart = take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
-        if not difference(plain, apart):
+        if not differing_places(plain, apart):
             break
     else:
         raise refusal(optimizer, one, plain, apart, names)
@@ -274,6 +274,6 @@ def closure_problem(optimizer: Optimizer) -> str:
     places = changed(stepping.calls[0], stepping.begun)
     if any(place.startswith("parameter") and not place.endswith(".grad") for place in places):
         return "it evaluates the closure after it changed parameters"
-    if differing := difference(alone, found):
+    if differing := differing_places(alone, found):
         return f"what it does depends on the loss: {some(differing)} differs"
     return "" if found.returned[0] is stepping.loss else "it does not return the loss"

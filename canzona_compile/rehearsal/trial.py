@@ -95,13 +95,13 @@ def take(optimizer: Optimizer, scenario: Scenario, stepping: Plainly) -> Rehears
     Random numbers are the same each time.
     """
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    with seeded(device) as dice:
+    with seeded(device) as use:
         small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
         with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
             stepping.begin(small)
             found = run(small, scenario, stepping)
             found.outside = outside.changed()
-    found.kind, found.drew = type(small.optimizer).__name__, dice.drew_random
+    found.kind, found.drew = type(small.optimizer).__name__, use.drew_random
     found.uses_cache = outside.calls_problem or small.calls.problem
     found.reads_variables = outside.reads_variables
     return found

@@ -61,9 +61,9 @@ class Miniature:
             large = [*large_tensors(own), *(t for p in real for t in tensors_on(p))]
             blanks = [(tensor, blank(tensor, sizes)) for tensor in large]
         copies = Copies()
-        copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
+        copies.remember(optimizer, self.optimizer)  # methods kept as attributes step the copy
         for original, made in (*((p, small_of[id(p)]) for p in real), *blanks):
-            copies.put(original, made)
+            copies.remember(original, made)
         copy_closures([own, *groups, *on_params, odd, *map(optimizer.state.get, real)], copies)
         for param in real:
             vars(small_of[id(param)]).update(copies.of(public(vars(param))))

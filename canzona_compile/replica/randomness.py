@@ -23,18 +23,18 @@ def draws(graph: fx.Graph) -> bool:
 
 
 @dataclass(slots=True)
-class Dice:
+class RandomUse:
     """Whether random numbers were drawn inside `watched`; set when that context ends."""
 
     drew_random: bool = False
 
 
 @contextlib.contextmanager
-def watched(device: torch.device) -> Iterator[Dice]:
+def watched(device: torch.device) -> Iterator[RandomUse]:
     """Watch the generators of the CPU and of a device, and tell on exit whether numbers were drawn from them."""
-    dice, before = Dice(), generators(device)
-    yield dice
-    dice.drew_random = any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
+    use, before = RandomUse(), generators(device)
+    yield use
+    use.drew_random = any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
 
 
 @contextlib.contextmanager
@@ -46,12 +46,12 @@ def undisturbed(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(device: torch.device) -> Iterator[Dice]:
+def seeded(device: torch.device) -> Iterator[RandomUse]:
     """Do the same as `watched` for a trial, with the same seed every time, and put the states of generators back."""
     with torch.random.fork_rng(devices=devices_of(device)):
         torch.manual_seed(0)
-        with watched(device) as dice:
-            yield dice
+        with watched(device) as use:
+            yield use
 
 
 def devices_of(device: torch.device) -> list[torch.device]:
