@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.fake_twin import FakeTwin, Replaced, TwinMoment
+from canzona_compile.capture.fake_twin import FakeTwin, Replaced
 from canzona_compile.capture.graphs import functional
 from canzona_compile.capture.variant import Answer, Scalars, Source, StepInputs, Variant
 from canzona_compile.compat.torch_private import FakeTensor
@@ -24,7 +24,7 @@ from canzona_compile.replica.external_counters import Counts, counts_of
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.leaves import leaf_problem
 from canzona_compile.replica.parameter_spec import ParamExample
-from canzona_compile.replica.raised import Provoked, Provoker, Untraceable, fallible, first_line
+from canzona_compile.replica.raised import Provoker, Untraceable, fallible, first_line
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
@@ -104,7 +104,7 @@ class StepRecorder(FakeTwin, ABC):
             variant, scalars, returned = self.ask()
             replaced = self.replaced(before)
             if variant not in self._known_to_raise:
-                self.check_errors(variant, TwinMoment(before, group, counts or {}))
+                self.check_errors(variant, StepInputs(group, before, counts or {}))
                 self._known_to_raise.add(variant)
             self._put_back(replaced, variant, returned)
         except Untraceable:  # other parameters may still be at steps that can be captured
@@ -116,7 +116,7 @@ class StepRecorder(FakeTwin, ABC):
         read = {source[1] for source in variant.sources if source[0] == "scalar"}
         return variant, {**scalars, **{name: value for name, value in real.items() if name in {*scalars, *read}}}
 
-    def check_errors(self, variant: Variant, before: TwinMoment) -> None:
+    def check_errors(self, variant: Variant, before: StepInputs) -> None:
         """Raise if the step catches the error of an operator, because a graph has no such branch."""
         now = self.moment()
         self.restore(before)
@@ -126,9 +126,9 @@ class StepRecorder(FakeTwin, ABC):
             provoker = Provoker(place)
             try:
                 self.step_eagerly(provoker)
-            except Provoked:
-                continue
             except Exception as error:  # whatever its code makes of it
+                if error is provoker.error:
+                    continue
                 raise Untraceable(f"its step catches the errors of {provoker.failed}: {first_line(error)}") from error
             raise Untraceable(f"its step catches the errors of {provoker.failed}")
         self.restore(now)

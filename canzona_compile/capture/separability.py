@@ -21,7 +21,7 @@ from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensor, pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
-from canzona_compile.rehearsal.contract import TOGETHER, broken
+from canzona_compile.rehearsal.diagnosis import TOGETHER, broken
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.leaves import state_leaves

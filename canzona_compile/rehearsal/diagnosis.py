@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
-from canzona_compile.rehearsal.contract import TOGETHER, broken, object_per_matrix
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.rehearsal.trial import RehearsedSteps
-from canzona_compile.replica.homes import copied_attributes
+from canzona_compile.replica.homes import copied_attributes, hypers
 from canzona_compile.replica.raised import blamed, first_line
-from canzona_compile.replica.snapshot import Contents, changed
+from canzona_compile.replica.snapshot import changed
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
+TOGETHER = (
+    "if it is elementwise, leave it out of `wrap`: in a chain, wrap only the matrix optimizer; or move the coupling "
+    "(global norms, shared statistics) out of step(), for example to clip_grad_norm_"
+)
+
+
+# -- where two runs differ ---------------------------------------------------------------------------
 
 
 def differing_places(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
@@ -27,17 +36,8 @@ def differing_places(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
     Caches do not count: attributes that stay as the first steps left them.
     """
     cached = caches(whole)
-    return first_differing(
-        whole, parts, lambda one, other: [place for place in changed(one, other) if attribute_of(place) not in cached]
-    )
-
-
-def first_differing(
-    whole: RehearsedSteps, parts: RehearsedSteps, differing: Callable[[Contents, Contents], list[str]]
-) -> list[str]:
-    """The places at which two runs differ first, as a function finds them; the end of the run if one ends before."""
     for one, other in zip(whole.after, parts.after, strict=False):
-        if places := differing(one, other):
+        if places := [place for place in changed(one, other) if attribute_of(place) not in cached]:
             return places
     if len(whole.after) != len(parts.after) or type(whole.error) is not type(parts.error):
         return ["the end of the run"]
@@ -57,6 +57,42 @@ def attribute_of(place: str) -> str:
     """The attribute of the optimizer in which a place lies; empty if it lies in none."""
     found = re.match(r"self\.(\w+)", place)
     return found[1] if found and not place.startswith("self.state[") else ""
+
+
+# -- what a refusal says --------------------------------------------------------------------------------
+
+
+def broken(line: int | str) -> str:
+    """Name a line of the contract, which docs/optimizers.md has."""
+    return f"this breaks line {line} of the contract"
+
+
+def object_per_matrix(optimizer: Optimizer) -> str:
+    """Say what to write so that each matrix has an optimizer object of its own, with the arguments that can be found.
+
+    They are found by name among the values of the first group. The user knows what else the constructor needs.
+    """
+    kind = plain_class(optimizer)
+    groups = optimizer.param_groups
+    values = {**vars(optimizer).get("defaults", {}), **(hypers(groups[0]) if groups else {})}
+    arguments = list(inspect.signature(kind.__init__).parameters.values())[2:]
+    given = [
+        f"{a.name}={values[a.name]!r}"
+        for a in arguments
+        if a.name in values and is_written(values[a.name], None if a.name == "lr" else a.default)
+    ]
+    made = ", ".join(["params", *given])
+    return (
+        "if each matrix is updated by itself, give each an optimizer object of its own: "
+        f"wrap(optimizer, one_per_matrix=lambda params: {kind.__name__}({made}))"
+    )
+
+
+def is_written(value: Any, default: Any) -> bool:
+    """Tell whether a value can be written as it is printed, and has to be."""
+    if isinstance(value, list | tuple):
+        return all(is_written(inside, None) or inside is None for inside in value) and value != default
+    return isinstance(value, bool | int | float | str) and (type(value) is not type(default) or value != default)
 
 
 def refusal(

@@ -134,7 +134,7 @@ class Copies:
             tuple: self._tuple,
             dict: self._dict,
             types.MethodType: lambda one: types.MethodType(one.__func__, self._of(one.__self__)),
-            types.MappingProxyType: self._proxy,
+            types.MappingProxyType: lambda one: types.MappingProxyType(self._of(dict(one))),
             types.GeneratorType: refused,
             CACHED: self._cached,
         }
@@ -178,9 +178,6 @@ class Copies:
         self.remember(value, made)
         made.update((self._of(key), self._of(entry)) for key, entry in value.items())
         return made
-
-    def _proxy(self, value: types.MappingProxyType[Any, Any]) -> types.MappingProxyType[Any, Any]:
-        return types.MappingProxyType(self._of(dict(value)))
 
     def _cached(self, value: Any) -> Any:
         """Make a cached function with a cache of its own, which holds nothing yet."""

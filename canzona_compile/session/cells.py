@@ -46,9 +46,9 @@ class Cells:
             return self._step_object(task, param, grad), {}
         own = whole_copy(param, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
         state = self.store.eager_state(task)
-        with watched(param.device) as use:
-            new = step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], own, state)
-        if use.drew_random:
+        drew = watched(param.device)
+        new = step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], own, state)
+        if drew():
             self._check_draws(task)
         return new, state
 

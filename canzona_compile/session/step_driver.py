@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.compat.telling import tell
-from canzona_compile.eager.publish import Shadow
+from canzona_compile.eager.cell import Shadow
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer
