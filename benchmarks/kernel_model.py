@@ -114,7 +114,7 @@ class ResourceRow:
 
     Attributes:
         tile: rows and columns of a tile, and how much of the sum is loaded at a time.
-        operands: "as they lie", or "turned" for transposed ones with scalars in memory.
+        operands: "as they lie", or "turned" for transposed ones.
         programs: how many of them fit on a multiprocessor.
     """
 

@@ -75,9 +75,8 @@ class Built:
 
 
 def pointer_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
-    """Aligned operands; turned: of A^T A, with scalars in memory."""
-    number = "*fp32" if turned else "fp32"
-    types = dict.fromkeys("abcd", f"*{kind}") | dict.fromkeys(("alpha", "beta", "diag"), number)
+    """Aligned operands; turned: of A^T A."""
+    types = dict.fromkeys("abcd", f"*{kind}") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
     types |= {"M": "i32", "K": "i32"}
     unit = dict.fromkeys(("a_row", "b_row") if turned else ("a_col", "b_col"), 1) | {"c_col": 1, "d_col": 1}
     strides = [f"{x}_{dim}" for x in "abcd" for dim in ("batch", "row", "col")]
@@ -91,7 +90,6 @@ def pointer_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind
 
 def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
     """As above, by descriptors."""
-    number = "*fp32" if turned else "fp32"
 
     def descriptor(rows: int, columns: int) -> str:
         return f"tensordesc<{kind}[1, {rows}, {columns}]>"
@@ -101,7 +99,7 @@ def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: st
         "b": descriptor(tile.k, tile.n) if turned else descriptor(tile.n, tile.k),
         "c": descriptor(tile.m, tile.m),
         "d": descriptor(tile.m, tile.m),
-        **dict.fromkeys(("alpha", "beta", "diag"), number),
+        **dict.fromkeys(("alpha", "beta", "diag"), "fp32"),
         **dict.fromkeys(("M", "K", "a_step", "b_step", "c_step"), "i32"),
     }
     constants = {"BLOCK": tile.m, "WIDE": tile.n // tile.m, "BLOCK_K": tile.k, "BAND": tile.band}
@@ -112,8 +110,8 @@ def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: st
 
 
 def axpby_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
-    """X row-major; turned: X column-major, with scalars in memory."""
-    types = dict.fromkeys("fxy", "*bf16") | dict.fromkeys(("alpha", "beta"), "*fp32" if turned else "fp32")
+    """X row-major; turned: X column-major."""
+    types = dict.fromkeys("fxy", "*bf16") | dict.fromkeys(("alpha", "beta"), "fp32")
     types |= {"M": "i32", "N": "i32"}
     unit = dict.fromkeys((f"{x}_{'row' if turned else 'col'}" for x in "fxy"), 1)
     strides = [f"{x}_{dim}" for x in "fxy" for dim in ("batch", "row", "col")]
@@ -125,12 +123,12 @@ def axpby_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Cas
 
 
 def axpby_tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
-    """L and R row-major; turned: both column-major, with scalars in memory."""
+    """L and R row-major; turned: both column-major."""
     left = (tile.k, tile.m) if turned else (tile.m, tile.k)
     right = (tile.n, tile.k) if turned else (tile.k, tile.n)
     blocks = {"left": left, "right": right, "add": (tile.m, tile.m), "y": (tile.m, tile.m)}
     types = {name: f"tensordesc<bf16[1, {rows}, {columns}]>" for name, (rows, columns) in blocks.items()}
-    types |= dict.fromkeys(("alpha", "beta"), "*fp32" if turned else "fp32")
+    types |= dict.fromkeys(("alpha", "beta"), "fp32")
     types |= dict.fromkeys(("M", "N", "K", "left_step", "right_step", "add_step"), "i32")
     constants = {"BLOCK": tile.m, "WIDE": tile.n // tile.m, "BLOCK_K": tile.k, "BAND": tile.band}
     constants |= {"LEFT_TURNED": turned, "RIGHT_TURNED": turned, "UPCAST": False}

@@ -11,14 +11,11 @@ from torch import Tensor
 
 from canzona_compile.kernels.dispatch import KernelChoice, Problem, record
 from canzona_compile.kernels.tensor_args import (
-    Scalar,
     alignment,
     batched,
     decide,
     guard,
     matrices,
-    on_device,
-    on_host,
     runnable,
 )
 
@@ -27,21 +24,19 @@ def gemm_axpby(
     factor: Tensor,
     x: Tensor,
     *,
-    alpha: Scalar = 1.0,
-    beta: Scalar = 1.0,
+    alpha: float = 1.0,
+    beta: float = 1.0,
     right: bool = False,
     out: Tensor | None = None,
     choice: KernelChoice | None = None,
 ) -> Tensor:
     """Y = alpha * X + beta * (F @ X), or alpha * X + beta * (X @ F) with `right`.
 
-    Sums are kept in float32 (for float64 in float64) and rounded to x's dtype once. The library rounds the product once
-    more if alpha or beta is a tensor on the device.
+    Sums are kept in float32 (for float64 in float64) and rounded to x's dtype once.
 
     Args:
         factor: [..., M, M], or [..., N, N] with `right`.
         x: [..., M, N], of factor's dtype, any strides.
-        alpha, beta: numbers, or 0-d tensors; the host does not wait for those on the device.
         out: [..., M, N] of x's dtype; must not overlap factor or x.
 
     Leading dims are broadcast against each other.
@@ -72,7 +67,7 @@ def gemm_axpby(
     choice = choice or decide(problem, x.device)
     record(problem, choice)
     if choice.kernel == "library":
-        _library(f, v, result, on_host(alpha), on_host(beta), right)
+        _library(f, v, result, alpha, beta, right)
     else:
         _triton(choice, f, v, result, alpha, beta, right)
     if result.data_ptr() != target.data_ptr():  # its leading dims have no common stride
@@ -84,8 +79,8 @@ def reference(
     factor: Tensor,
     x: Tensor,
     *,
-    alpha: Scalar = 1.0,
-    beta: Scalar = 1.0,
+    alpha: float = 1.0,
+    beta: float = 1.0,
     right: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -108,8 +103,8 @@ def _triton(
     f: Tensor,
     x: Tensor,
     target: Tensor,
-    alpha: Scalar,
-    beta: Scalar,
+    alpha: float,
+    beta: float,
     right: bool,
 ) -> None:
     from canzona_compile.kernels.triton_parts import INTERPRETED  # here, so that everything else works without Triton
@@ -117,7 +112,7 @@ def _triton(
     runnable(choice, x, INTERPRETED)
     if choice.tile is None or choice.kernel not in ("tma", "pointer"):
         raise ValueError(f"gemm_axpby has no kernel {choice.kernel}")
-    scalars = on_device(alpha, x), on_device(beta, x)
+    scalars = float(alpha), float(beta)
     if choice.kernel == "tma":
         if _alignment(8, f, x, target) < 8:
             raise ValueError("tma: rows must begin at multiples of 16 bytes, and out must have the strides of x")
@@ -135,10 +130,7 @@ def _triton(
         launch_pointer(choice.tile, f, x, target, scalars)
 
 
-def _library(f: Tensor, x: Tensor, y: Tensor, alpha: Scalar, beta: Scalar, right: bool) -> None:
+def _library(f: Tensor, x: Tensor, y: Tensor, alpha: float, beta: float, right: bool) -> None:
     """Write batched products of the library to y."""
     first, second = (x, f) if right else (f, x)
-    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
-        y.copy_(alpha * x + beta * torch.bmm(first, second))
-    else:
-        torch.baddbmm(x, first, second, beta=alpha, alpha=beta, out=y)
+    torch.baddbmm(x, first, second, beta=alpha, alpha=beta, out=y)

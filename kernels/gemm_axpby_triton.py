@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canzona_compile.kernels.dispatch import Tile
-from canzona_compile.kernels.triton_parts import INTERPRETED, descriptor, scalar, step, turned
+from canzona_compile.kernels.triton_parts import INTERPRETED, descriptor, step, turned
 
 
 @triton.jit
@@ -67,12 +67,12 @@ def gemm_axpby_pointer(
 
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     own = x + batch * x_batch + wide_rows[:, None] * x_row + wide_cols[None, :] * x_col
-    result = acc * scalar(beta) + scalar(alpha) * tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    result = acc * beta + alpha * tl.load(own, mask=inside, other=0.0).to(tl.float32)
     value = result.to(y.dtype.element_ty)
     tl.store(y + batch * y_batch + wide_rows[:, None] * y_row + wide_cols[None, :] * y_col, value, mask=inside)
 
 
-def launch_pointer(tile: Tile, f: Tensor, x: Tensor, y: Tensor, scalars: tuple[object, object]) -> None:
+def launch_pointer(tile: Tile, f: Tensor, x: Tensor, y: Tensor, scalars: tuple[float, float]) -> None:
     """Compute y = alpha * x + beta * f @ x on the GPU.
 
     Args:
@@ -107,7 +107,7 @@ def launch_pointer(tile: Tile, f: Tensor, x: Tensor, y: Tensor, scalars: tuple[o
 def _finish(acc, add, y, alpha, beta, batch, add_step, top, left, BLOCK: tl.constexpr):
     """Scale one square block, add to it and write it."""
     own = add.load([batch * add_step, top, left]).reshape(BLOCK, BLOCK)
-    result = acc * scalar(beta) + scalar(alpha) * own.to(tl.float32)
+    result = acc * beta + alpha * own.to(tl.float32)
     y.store([batch, top, left], result.to(y.dtype).reshape(1, BLOCK, BLOCK))
 
 
@@ -169,7 +169,7 @@ def gemm_axpby_tma(
         _finish(east, add, y, alpha, beta, batch, add_step, row, col + BLOCK, BLOCK)
 
 
-def launch_tma(tile: Tile, left: Tensor, right: Tensor, add: Tensor, y: Tensor, scalars: tuple[object, ...]) -> None:
+def launch_tma(tile: Tile, left: Tensor, right: Tensor, add: Tensor, y: Tensor, scalars: tuple[float, ...]) -> None:
     """Run the kernel. left: [B, M, K]; right: [B, K, N]; add, y: [B, M, N], turned alike; scalars: alpha and beta.
 
     The caller checks the alignment: `tensor_args.alignment` of all tensors is 8 or more.

@@ -10,15 +10,11 @@ from torch import Tensor
 
 from canzona_compile.kernels.dispatch import KernelChoice, Problem, record
 from canzona_compile.kernels.tensor_args import (
-    Scalar,
     alignment,
     batched,
     decide,
     guard,
-    is_zero,
     matrices,
-    on_device,
-    on_host,
     runnable,
 )
 
@@ -28,9 +24,9 @@ def sym_gemm(
     b: Tensor | None = None,
     c: Tensor | None = None,
     *,
-    alpha: Scalar = 1.0,
-    beta: Scalar = 0.0,
-    diag: Scalar = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diag: float = 0.0,
     trans: bool = False,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -39,15 +35,14 @@ def sym_gemm(
     """Compute alpha * A @ (B or A)^T + beta * C + diag * I; the caller knows that the result is symmetric.
 
     Sums are kept in float32, whatever the operands are (float64 in float64), and rounded once at the end; the
-    library may round once more for a `diag`, or for an `alpha` on the device. The Triton
-    kernels compute one triangle and write it to both sides, so their result equals its transpose bit for bit, even
-    where A @ B^T is symmetric only in exact arithmetic; a library's result is as symmetric as its product.
+    library may round once more for a `diag`. The Triton kernels compute one triangle and write it to both sides, so
+    their result equals its transpose bit for bit, even where A @ B^T is symmetric only in exact arithmetic; a library's
+    result is as symmetric as its product.
 
     Args:
         a: [..., M, K], or [..., K, M] with `trans`; float16, bfloat16, float32 or float64, any strides.
         b: like a. Give it only if A @ B^T is symmetric, as it is if A and B are polynomials of one symmetric matrix.
-        c: [..., M, M], symmetric, of any floating dtype; one triangle is read, nothing if beta is the number 0.
-        alpha, beta, diag: numbers, or 0-d tensors; the host does not wait for those on the device.
+        c: [..., M, M], symmetric, of any floating dtype; one triangle is read, nothing if beta is 0.
         trans: compute A^T @ (B or A) of operands stored as [..., K, M].
         out: [..., M, M], the tensor to write and return. It may be c; it must not overlap a or b.
 
@@ -63,7 +58,7 @@ def sym_gemm(
             raise TypeError(f"a is {a.dtype} and b is {b.dtype}: they must have the same dtype")
     if c is not None:
         matrices("c", c, (m, m), a)
-        c = None if is_zero(beta) else c
+        c = None if beta == 0.0 else c
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (a, b, c) if t is not None))
     if out is None:
         out = a.new_empty(*batch, m, m, dtype=dtype or a.dtype)
@@ -95,9 +90,9 @@ def reference(
     b: Tensor | None = None,
     c: Tensor | None = None,
     *,
-    alpha: Scalar = 1.0,
-    beta: Scalar = 0.0,
-    diag: Scalar = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diag: float = 0.0,
     trans: bool = False,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -107,7 +102,7 @@ def reference(
     left = (a.mT if trans else a).to(wide)
     right = left if b is None else (b.mT if trans else b).to(wide)
     result = alpha * (left @ right.mT)
-    if c is not None and not is_zero(beta):
+    if c is not None and beta != 0.0:
         result = result + beta * c.to(wide)
     result = result + diag * torch.eye(left.shape[-2], dtype=wide, device=a.device)
     if out is not None:
@@ -121,12 +116,12 @@ def _alignment(k: int, operands: list[Tensor]) -> int:
 
 
 def _run(
-    choice: KernelChoice, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar
+    choice: KernelChoice, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: float, beta: float, diag: float
 ) -> None:
     if choice.kernel == "library":
-        _library(a, b, c, d, on_host(alpha), on_host(beta), on_host(diag))
+        _library(a, b, c, d, alpha, beta, diag)
         return
-    scalars = (on_device(alpha, a), on_device(beta, a), on_device(diag, a))
+    scalars = (float(alpha), float(beta), float(diag))
     # Imported here, so that everything else works without Triton.
     from canzona_compile.kernels.triton_parts import INTERPRETED
 
@@ -146,16 +141,16 @@ def _run(
         launch_tma(choice.tile, a, b, c, d, scalars)
 
 
-def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar) -> None:
+def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: float, beta: float, diag: float) -> None:
     """[B, M, K] x [B, M, K] -> [B, M, M] by batched products of the library."""
     one_dtype = d.dtype == a.dtype and (c is None or c.dtype == a.dtype)
-    if one_dtype and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+    if one_dtype:
         # With beta = 0 `baddbmm` does not read its first operand, so this passes the result.
         torch.baddbmm(d if c is None else c, a, b.mT, beta=0.0 if c is None else beta, alpha=alpha, out=d)
     else:
         result = alpha * _product(a, b.mT, d.dtype)
         d.copy_(result if c is None else result + beta * c)
-    if not is_zero(diag):
+    if diag != 0.0:
         d.diagonal(dim1=-2, dim2=-1).add_(diag)
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from canzona_compile.kernels.dispatch import Tile, tiles_of_triangle
-from canzona_compile.kernels.triton_parts import INTERPRETED, descriptor, scalar, step, tile_corner, turned
+from canzona_compile.kernels.triton_parts import INTERPRETED, descriptor, step, tile_corner, turned
 
 
 @triton.jit
@@ -72,12 +72,12 @@ def sym_gemm_pointer(
         b_tile += BLOCK_K * b_col
 
     inside = (rows[:, None] < M) & (cols[None, :] < M)
-    result = acc * scalar(alpha)
+    result = acc * alpha
     here = batch * d_batch + wide_rows[:, None] * d_row + wide_cols[None, :] * d_col
     added = batch * c_batch + wide_rows[:, None] * c_row + wide_cols[None, :] * c_col
     if top >= left + COLS:  # all of it lies below the diagonal
         if HAS_C:
-            result += scalar(beta) * tl.load(c + added, mask=inside, other=0.0).to(tl.float32)
+            result += beta * tl.load(c + added, mask=inside, other=0.0).to(tl.float32)
         value = result.to(d.dtype.element_ty)
         tl.store(d + here, value, mask=inside)
         there = batch * d_batch + wide_cols[:, None] * d_row + wide_rows[None, :] * d_col
@@ -89,8 +89,8 @@ def sym_gemm_pointer(
         if ROWS != COLS:
             own = inside & (rows[:, None] >= cols[None, :])
         if HAS_C:
-            result += scalar(beta) * tl.load(c + added, mask=own, other=0.0).to(tl.float32)
-        result = tl.where(rows[:, None] == cols[None, :], result + scalar(diag), result)
+            result += beta * tl.load(c + added, mask=own, other=0.0).to(tl.float32)
+        result = tl.where(rows[:, None] == cols[None, :], result + diag, result)
         value = result.to(d.dtype.element_ty)
         if ROWS == COLS:
             value = tl.where(rows[:, None] >= cols[None, :], value, tl.trans(value))
@@ -100,8 +100,8 @@ def sym_gemm_pointer(
             tl.store(d + across, value, mask=inside & (rows[:, None] > cols[None, :]))
 
 
-def launch_pointer(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
-    """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors."""
+def launch_pointer(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[float, ...]) -> None:
+    """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag."""
     if max(tile.m, tile.n) % min(tile.m, tile.n):
         raise ValueError(f"one side of a tile must be a multiple of the other, which is not so for {tile.m} x {tile.n}")
     batch, m, k = a.shape
@@ -150,10 +150,10 @@ def _finish(
     """Scale one square block, add to it, and write it to both sides of the diagonal, on the diagonal once."""
     # Another program computes the block above the diagonal, as its mirror image below.
     if top >= left:
-        result = acc * scalar(alpha)
+        result = acc * alpha
         if HAS_C:
             add = c.load([batch * c_step, top, left]).reshape(BLOCK, BLOCK)
-            result += scalar(beta) * add.to(tl.float32)
+            result += beta * add.to(tl.float32)
         if top != left:
             value = result.to(d.dtype)
             d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
@@ -161,7 +161,7 @@ def _finish(
         else:
             rows = tl.arange(0, BLOCK)[:, None]
             cols = tl.arange(0, BLOCK)[None, :]
-            value = tl.where(rows == cols, result + scalar(diag), result).to(d.dtype)
+            value = tl.where(rows == cols, result + diag, result).to(d.dtype)
             # Both halves of a block of the diagonal become the same bits.
             value = tl.where(rows >= cols, value, tl.trans(value))
             d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
@@ -223,8 +223,8 @@ def sym_gemm_tma(
         _finish(east, c, d, alpha, beta, diag, batch, c_step, top, left + BLOCK, BLOCK, HAS_C)
 
 
-def launch_tma(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
-    """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors.
+def launch_tma(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[float, ...]) -> None:
+    """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag.
 
     The caller checks the alignment: `tensor_args.alignment` of all tensors is 8 or more. c and d are row-major
     or column-major alike: a symmetric matrix is the same either way.

@@ -1,4 +1,4 @@
-"""Prepares arguments for kernels: batches with one leading dim, scalars on the device, alignment, and where to run."""
+"""Prepares arguments for kernels: batches with one leading dim, alignment, and where to run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from canzona_compile.kernels.dispatch import KernelChoice, Problem, Verdicts, choose
 from canzona_compile.kernels.tuning_cache import GpuKind, load
-
-Scalar = float | Tensor
 
 
 def batched(tensor: Tensor, batch: Sequence[int]) -> Tensor:
@@ -49,25 +47,6 @@ def alignment(*tensors: Tensor) -> int:
         if any(s % 16 for s in others):
             least = 8
     return least
-
-
-def on_device(value: Scalar, like: Tensor) -> Scalar:
-    """Return a number as kernels take it: a float, or a 0-d tensor on `like`'s device, without a wait."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.numel() != 1:
-        raise ValueError(f"a scalar tensor must have one element, not shape {tuple(value.shape)}")
-    return value if value.device == like.device else float(value)
-
-
-def is_zero(value: Scalar) -> bool:
-    """Tell whether a value is zero, as far as that is known without a read from a device."""
-    return not isinstance(value, Tensor) and value == 0.0
-
-
-def on_host(value: Scalar) -> Scalar:
-    """Return a float, unless the host would have to wait for a device."""
-    return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
 # -- where to run ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the tiles of a lower triangle, runtime scalars, stacks as tensor descriptors (TMA)."""
+"""What the Triton kernels share: the tiles of a lower triangle, stacks as tensor descriptors (TMA)."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -9,15 +9,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Triton decides this when it decorates a kernel. Its interpreter multiplies the bit patterns of bfloat16 operands, so
 # kernels cast them up in the interpreter, and only there.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def scalar(x):
-    """A number given by value, or by a pointer to it, in float32."""
-    value = x
-    if value.dtype.is_ptr():
-        value = tl.load(value)
-    return value.to(tl.float32)
 
 
 @triton.jit

@@ -237,12 +237,12 @@ def terms(node: fx.Node) -> tuple[MatrixTerm, ...]:
             weight = number(args[2])
             if weight is not None:
                 found = [(minus(1.0, weight), args[0]), (weight, args[1])]
-    if not all(factor is not None and alike(operand, node) for factor, operand in found):
+    if not all(factor is not None and keeps_form(operand, node) for factor, operand in found):
         return ()
     return tuple(MatrixTerm(factor, operand) for factor, operand in found)
 
 
-def alike(operand: Any, node: fx.Node) -> bool:
+def keeps_form(operand: Any, node: fx.Node) -> bool:
     """Whether an operand has the shape and the dtype of the result, and the dtype is a floating one."""
     value = tensor_value(node)
     own = tensor_value(operand) if isinstance(operand, fx.Node) else None

@@ -119,7 +119,7 @@ class Zero1ChainCanzona(Zero1Canzona, ChainCanzona):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         ChainCanzona.__init__(self, optimizers)
-        self.zero1, self.joint = self.parts[0].zero1, self.parts[0].joint
+        self.zero1, self.model_plan = self.parts[0].zero1, self.parts[0].model_plan
 
     def _plan_together(self) -> None:
         """`zero1` has planned the whole model already."""

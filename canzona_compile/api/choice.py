@@ -68,7 +68,7 @@ class Choice(Printable):
 
     def page(self) -> PageModel:
         rows = []
-        for own in alike(self.rows):
+        for own in same_rows(self.rows):
             one, elements = own[0], format_count(sum(row.elements for row in own))
             repeats = f"x {len(own)}" if len(own) > 1 else ""
             look = Words(one.kind, STYLES[one.kind])
@@ -82,7 +82,7 @@ class Choice(Printable):
     __repr__ = Printable.__str__
 
 
-def alike(rows: Sequence[Row]) -> list[list[Row]]:
+def same_rows(rows: Sequence[Row]) -> list[list[Row]]:
     """Group parameters that differ only in the numbers in their names."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:

@@ -257,12 +257,12 @@ class Zero1Canzona(Canzona):
 
     Attributes:
         zero1: the buckets of the model and their collectives; all optimizers of one call share it.
-        joint: the plan of the model, which they share too.
+        model_plan: the plan of the model, which they share too.
     """
 
-    def __init__(self, session: OwnerSession, zero1: Zero1, joint: ModelPlan) -> None:
+    def __init__(self, session: OwnerSession, zero1: Zero1, model_plan: ModelPlan) -> None:
         super().__init__(session)
-        self.zero1, self.joint = zero1, joint
+        self.zero1, self.model_plan = zero1, model_plan
 
     def release(self) -> None:
         """Leave the optimizer as it would be without `zero1`, and the model too after the last one. A collective."""
@@ -276,7 +276,7 @@ class Zero1Canzona(Canzona):
 
         `canzona_compile.plan(model, mesh={"dp": ...}, optimizer=..., updates="zero1")` has the same fingerprint.
         """
-        return PlanFile.of(self.joint.scheduled(self.sessions[0].options))
+        return PlanFile.of(self.model_plan.scheduled(self.sessions[0].options))
 
     def measure(self, steps: int = 5) -> None:
         """Time the next steps of the optimizer, and the reductions and gathers of the whole model around them.

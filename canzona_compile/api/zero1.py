@@ -103,15 +103,15 @@ def zero1(
     agreement.compare(PLANNING, {"plan": "\n".join([said, *(own.text for own in each), *described(model, params)])})
     send_from_first(model, group)
     captures = [Capture(own, its.one_per_matrix) for own, its in zip(optimizers, each, strict=True)]
-    joint = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
-    filling = Filling.of(joint, params, group.rank)
+    model_plan = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
+    filling = Filling.of(model_plan, params, group.rank)
     engine = Zero1(model, filling, group, reduce_dtype, gather, wanted.missing_grads == "zero", around)
     sessions = [
-        OwnerSession(capture, its, engine, joint, bound, agreement)
-        for capture, its, bound in zip(captures, each, joint.bound, strict=True)
+        OwnerSession(capture, its, engine, model_plan, bound, agreement)
+        for capture, its, bound in zip(captures, each, model_plan.bound, strict=True)
     ]
     for session in sessions:
-        attach(session.optimizer, Zero1Canzona(session, engine, joint))
+        attach(session.optimizer, Zero1Canzona(session, engine, model_plan))
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer

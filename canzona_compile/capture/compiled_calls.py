@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +30,7 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.fx_utils import outputs, placeholders
-from canzona_compile.replica.raised import WATCHES_STEPS, Note, Refused, Untraceable
+from canzona_compile.replica.raised import WATCHES_STEPS, Note, Swallowed, Untraceable
 from canzona_compile.tensors import given_to, storage_of
 from canzona_compile.tensors import written_by as operands_written
 
@@ -40,13 +40,6 @@ CLONE = torch.ops.aten.clone.default
 EXIT = "exit"  # stands in a path where a compiled function returns the tensors that are its arguments and results
 # What a compiled function may be given beside tensors: what does not change, and prints the same on all ranks.
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
-
-class CompiledFunction(NamedTuple):
-    """A function that `torch.compile` returned, and where the user keeps it."""
-
-    name: str
-    function: Any
 
 
 @contextlib.contextmanager
@@ -90,13 +83,13 @@ def watched_calls(begin: Callable[[FrameType], None], end: Callable[[Any, bool],
             before.enable()
 
 
-def compiled_function(frame: FrameType) -> CompiledFunction | None:
+def compiled_function(frame: FrameType) -> tuple[str, Any] | None:
     """Find the function that was called in the module of the user's function, so that it can be called again.
 
     The frame of a call does not hold the function itself. A new one, of the same function, would compile apart from it.
 
     Returns:
-        The function; None if the module has no name for it.
+        Its name and the function; None if the module has no name for it.
     """
     users = frame.f_locals[USERS]
     module, qualified = sys.modules.get(getattr(users, "__module__", "")), getattr(users, "__qualname__", "")
@@ -105,7 +98,7 @@ def compiled_function(frame: FrameType) -> CompiledFunction | None:
         own = getattr(own, part, None)
     for name, value in ((qualified, own), *vars(module or object).items()):
         if is_called(value, frame):
-            return CompiledFunction(f"{users.__module__}.{name}", value)
+            return f"{users.__module__}.{name}", value
     return None
 
 
@@ -128,7 +121,8 @@ class CompiledEntry:
         form: the containers of its positional and keyword arguments.
     """
 
-    called: CompiledFunction
+    name: str
+    function: Any
     form: pytree.TreeSpec
 
 
@@ -163,12 +157,12 @@ class CompiledCallRecorder(CallRecorder):
                 )
             )
         if called is None:
-            return self.note.add(Refused("its step calls a compiled function that its module does not name"))
+            return self.note.add(Swallowed("its step calls a compiled function that its module does not name"))
         if odd:
-            return self.note.add(Refused(f"its step gives a compiled function a {type(odd[0]).__name__}"))
+            return self.note.add(Swallowed(f"its step gives a compiled function a {type(odd[0]).__name__}"))
         if settings() != self.ambient or surroundings() != self._around or torch.is_grad_enabled():
-            return self.note.add(Refused("its step changes torch's settings for a compiled function"))
-        func, precision = CompiledEntry(called, form), self.own_precision()
+            return self.note.add(Swallowed("its step changes torch's settings for a compiled function"))
+        func, precision = CompiledEntry(*called, form), self.own_precision()
         call = self.known(func, leaves, precision)
         if call is None:
             numbers = tuple(place for place, leaf in enumerate(leaves) if type(leaf) in (int, float))
@@ -180,7 +174,7 @@ class CompiledCallRecorder(CallRecorder):
     def _end(self, result: Any, returned: bool) -> None:
         """Record that the compiled function returns."""
         if not returned:
-            self.note.add(Refused("its step catches the error of a compiled function"))
+            self.note.add(Swallowed("its step catches the error of a compiled function"))
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         call = self.known(EXIT, tensors, "")
         if call is None:
@@ -226,7 +220,7 @@ class CompiledPart:
         self.given = {i: copies[id(leaf)] for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.given |= {call.numbers[place]: node for place, node in numbers.items()}
         for i, node in zip(self.target.written, self.made, strict=False):
-            graph.put(self.tensors[i], node)
+            graph.write(self.tensors[i], node)
 
 
 def own_calls(calls: Sequence[RecordedCall]) -> Iterator[int]:
@@ -244,7 +238,7 @@ def part_at(calls: Sequence[RecordedCall], begin: int) -> CompiledPart:
     """Describe the call of a compiled function."""
     entry = calls[begin]
     end = next(i for i in range(begin, len(calls)) if calls[i].func is EXIT)
-    inner, returned, name = calls[begin + 1 : end], calls[end].leaves, entry.func.called.name
+    inner, returned, name = calls[begin + 1 : end], calls[end].leaves, entry.func.name
     tensors = list({id(leaf): leaf for leaf in entry.leaves if isinstance(leaf, Tensor)}.values())
     which = {id(tensor): i for i, tensor in enumerate(tensors)}
     written = written_by(inner, tensors, name)
@@ -252,7 +246,7 @@ def part_at(calls: Sequence[RecordedCall], begin: int) -> CompiledPart:
     if not tensors:
         raise Untraceable(f"its step calls the compiled function {name}, which takes no tensors")
     target = CompiledCall(
-        entry.func.called.function,
+        entry.func.function,
         name,
         entry.func.form,
         tuple(which.get(id(leaf)) for leaf in entry.leaves),
@@ -333,7 +327,7 @@ def with_compiled_calls(graph: fx.Graph, parts: Sequence[CompiledPart], returned
     for node in graph.nodes:
         if node in copies:  # values of a functional graph never change
             env[node] = env[node.args[0]]
-        elif node.target is torch.ops.aten.copy.default and node.args[1] in absent and alike(*node.args):
+        elif node.target is torch.ops.aten.copy.default and node.args[1] in absent and same_form(*node.args):
             env[node] = env[node.args[1]]
         elif node.op != "output" and node not in absent:
             env[node] = new.node_copy(node, env.__getitem__)
@@ -351,7 +345,7 @@ def with_compiled_calls(graph: fx.Graph, parts: Sequence[CompiledPart], returned
     return new
 
 
-def alike(one: fx.Node, other: fx.Node) -> bool:
+def same_form(one: fx.Node, other: fx.Node) -> bool:
     """Tell whether two tensors have equal shapes, dtypes and strides."""
     a, b = one.meta["val"], other.meta["val"]
     return bool((a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()))

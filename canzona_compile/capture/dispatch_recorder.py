@@ -28,11 +28,10 @@ from canzona_compile.capture.compiled_calls import (
     part_at,
     with_compiled_calls,
 )
-from canzona_compile.capture.fake_twin import TwinMoment
 from canzona_compile.capture.graphs import RecordedGraph
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.recording import CallPath, CallRecorder, RecordedCall, reads_precision
-from canzona_compile.capture.variant import Answer, Variant
+from canzona_compile.capture.variant import Answer, StepInputs, Variant
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.product_at import ProductAt
@@ -122,7 +121,7 @@ class DispatchRecorder(StepRecorder):
             return variant
 
         variant = self.variant_for(path.variants, values, make)
-        return Answer(variant, dict(zip(path.names, numbers, strict=True)), path.returned)
+        return variant, dict(zip(path.names, numbers, strict=True)), path.returned
 
     # -- walks -------------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class DispatchRecorder(StepRecorder):
         recorder.walk.note_varying()
         return recorder.walk
 
-    def _begins_to_compile(self, before: TwinMoment) -> bool:
+    def _begins_to_compile(self, before: StepInputs) -> bool:
         """Take the step once more, and see whether it calls compiled functions, although the first step did not.
 
         If it does, they will be seen from now on, and the twin is as it was before.
@@ -154,7 +153,7 @@ class DispatchRecorder(StepRecorder):
             self.restore(before)
         return self.calls_compiled
 
-    def _vary(self, before: TwinMoment) -> None:
+    def _vary(self, before: StepInputs) -> None:
         """Find out which numbers depend on hyperparameters, by the same step with others."""
         now = self.moment()
         self.restore(before._replace(group=pytree.tree_map(perturbed, before.group)))

@@ -52,7 +52,7 @@ class DynamoRecorder(StepRecorder):
         self.attempt(self._evaluate, "Dynamo cannot trace its step")
         if self._asked is None:
             raise Untraceable("its step contains no tensor operation that Dynamo could capture")
-        return Answer(*self._asked, self._returned)
+        return *self._asked, self._returned
 
     def _evaluate(self) -> None:
         with as_recorder():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,33 +51,29 @@ def needs_whole_matrix(template: Template) -> bool:
 _beyond_elements: WeakKeyDictionary[fx.Graph, bool] = WeakKeyDictionary()
 
 
-@dataclass(eq=False, slots=True)
-class EagerParity:
-    """Compares graphs of one optimizer with its eager step, once for all that do the same to matrices of any size."""
+def has_eager_bits(
+    optimizer: Optimizer, recorder: StepRecorder, template: Template, moment: StepInputs, known: set[tuple[str, ...]]
+) -> bool:
+    """Tell whether a graph has the bits of the eager step.
 
-    optimizer: Optimizer
-    _held: set[tuple[str, ...]] = field(default_factory=set)
+    Nothing is compared where the eager step will run, unless that may be of another formula: with `foreach`, or in code
+    that asks for being compiled, as Dynamo may have stumbled over that. Nor are matrices of more than `LARGEST`
+    elements.
 
-    def holds(self, recorder: StepRecorder, template: Template, moment: StepInputs) -> bool:
-        """Tell whether a graph has the bits of the eager step.
-
-        Nothing is compared where the eager step will run, unless that may be of another formula: with `foreach`, or
-        in code that asks for being compiled, as Dynamo may have stumbled over that. Nor are matrices of more than
-        `LARGEST` elements.
-
-        Args:
-            moment: what the code sees on the step besides tensors. Its counters lead to the template's variant.
-        """
-        foreach = "foreach" in moment.group and not is_torch_s_own(self.optimizer)
-        work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
-        if work in self._held or not (recorder.why or foreach or needs_whole_matrix(template)):
-            return True
-        if math.prod(recorder.spec.shape) > LARGEST:
-            return not recorder.calls_compiled or num_compiled_calls(template.graph) > 0
-        with undisturbed(self.optimizer):
-            held = all(same_bits(self.optimizer, template, recorder, moment, seed) for seed in range(SAMPLES))
-        self._held |= {work} if held else set()
-        return held
+    Args:
+        moment: what the code sees on the step. Its counters lead to the template's variant.
+        known: the operators of graphs that have these bits; graphs of equal ones, for other sizes, are not compared.
+    """
+    foreach = "foreach" in moment.group and not is_torch_s_own(optimizer)
+    work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
+    if work in known or not (recorder.why or foreach or needs_whole_matrix(template)):
+        return True
+    if math.prod(recorder.spec.shape) > LARGEST:
+        return not recorder.calls_compiled or num_compiled_calls(template.graph) > 0
+    with undisturbed(optimizer):
+        held = all(same_bits(optimizer, template, recorder, moment, seed) for seed in range(SAMPLES))
+    known |= {work} if held else set()
+    return held
 
 
 def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, moment: StepInputs, seed: int) -> bool:
@@ -96,13 +91,13 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     first, twin = (make_twin(optimizer, group, [param]) for _ in range(2))
     with as_written():
         step_plainly(first)
-    state = twin.state[param] = alike(first.state[param], recorder, counters, generator)
+    state = twin.state[param] = with_leaves_of(first.state[param], recorder, counters, generator)
     give_counts(twin, elsewhere)
     param.grad = random(spec.grad_dtype)
     before = {name: leaf.clone() for name, leaf in state_leaves(state) if isinstance(leaf, Tensor)}
-    recorder.put(counters)
+    recorder.set_leaves(counters)
     _, scalars = recorder.consult(group, elsewhere)
-    recorder.put(counters)
+    recorder.set_leaves(counters)
     values = {Role.PARAM: param.detach().clone(), Role.GRAD: param.grad.clone()}
     arguments = [
         before[leaf.name] if leaf.role is Role.STATE else values.get(leaf.role, scalars.get(leaf.name))
@@ -122,7 +117,7 @@ def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, 
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
 
 
-def alike(
+def with_leaves_of(
     state: dict[str, Any], recorder: StepRecorder, counters: Mapping[str, Any], generator: torch.Generator
 ) -> dict[str, Any]:
     """Make a state with the leaves of the recorder's state.

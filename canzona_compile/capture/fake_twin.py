@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.dynamo import eagerly, outside_modes
-from canzona_compile.capture.variant import FormChange, Source
+from canzona_compile.capture.variant import FormChange, Source, StepInputs
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.copies import with_own_containers
@@ -36,14 +36,6 @@ from canzona_compile.replica.twin import make_twin, rebound, step_plainly
 NEEDS_VALUES = "its step needs tensor values"
 
 Replaced = tuple[str, Tensor, Tensor]  # the leaf of the state, the tensor before, the tensor now
-
-
-class TwinMoment(NamedTuple):
-    """What a twin holds: the leaves of its state, its parameter group, its counters elsewhere."""
-
-    leaves: Mapping[str, Any]
-    group: Mapping[str, Any]
-    counts: Counts
 
 
 class FakeTwin:
@@ -160,20 +152,20 @@ class FakeTwin:
         """Return the leaves of the state, by name."""
         return dict(state_leaves(self.twin.state.get(self.param, {})))
 
-    def put(self, leaves: Mapping[str, Any]) -> None:
+    def set_leaves(self, leaves: Mapping[str, Any]) -> None:
         """Write leaves to the state. Names that it lacks are ignored."""
         for name, value in leaves.items():
             if name in self.paths:
                 write(self.state, self.paths[name], value, {})
 
-    def moment(self) -> TwinMoment:
-        """Return what the twin holds now."""
-        return TwinMoment(self.leaves(), hypers(self.twin.param_groups[0]), counts_of(self.twin))
+    def moment(self) -> StepInputs:
+        """Return what the twin holds now, with the tensors of its state."""
+        return StepInputs(hypers(self.twin.param_groups[0]), self.leaves(), counts_of(self.twin))
 
-    def restore(self, moment: TwinMoment) -> None:
+    def restore(self, moment: StepInputs) -> None:
         """Give the twin what it held at a moment."""
-        self.set_numbers(moment.group, moment.counts)
-        self.put(moment.leaves)
+        self.set_numbers(moment.group, moment.elsewhere)
+        self.set_leaves(moment.leaves)
 
     def tensors(self) -> list[tuple[Tensor, Source]]:
         """List the twin's own tensors, each with its source."""

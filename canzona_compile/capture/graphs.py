@@ -84,7 +84,7 @@ class RecordedGraph:
             node = self.graph.call_function(call.func, args, kwargs)
         self._name_results(node, call.result)
 
-    def put(self, tensor: Tensor, value: fx.Node) -> None:
+    def write(self, tensor: Tensor, value: fx.Node) -> None:
         """Write a value into a tensor that has a node."""
         self.graph.call_function(torch.ops.aten.copy_.default, (self.node_of(tensor), value))
 
@@ -123,27 +123,24 @@ def functional(
     """
     baked = {i: values[i] for i in bake if i in values}
     while True:
+        asked: set[int] = set()
         try:
-            return _trace(gm, static, inputs, baked), baked
-        except _NeedsValue as needs:
-            fresh = {i: values[i] for i in needs.scalars if i in values and i not in baked}
+            return _trace(gm, static, inputs, baked, asked), baked
+        except GuardOnDataDependentSymNode:
+            fresh = {i: values[i] for i in asked if i in values and i not in baked}
             if not fresh:
-                assert needs.__cause__ is not None
-                raise needs.__cause__ from None
+                raise
             baked |= fresh
 
 
-class _NeedsValue(Exception):
-    """Tracing stopped at an operator that asks for the value of these scalar placeholders."""
-
-    def __init__(self, scalars: set[int]) -> None:
-        super().__init__()
-        self.scalars = scalars
-
-
 def _trace(
-    gm: fx.GraphModule, static: Mapping[str, Tensor], inputs: Sequence[Any], baked: Mapping[int, float]
+    gm: fx.GraphModule,
+    static: Mapping[str, Tensor],
+    inputs: Sequence[Any],
+    baked: Mapping[int, float],
+    asked: set[int],
 ) -> fx.Graph:
+    """Trace it; `asked` gets the scalar placeholders, by position, for whose value an operator asks."""
     names = list(static)
     position = {n: i for i, n in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
 
@@ -171,8 +168,9 @@ def _trace(
                         return baked[position[source]]
                 try:
                     return super().run_node(n)
-                except GuardOnDataDependentSymNode as error:
-                    raise _NeedsValue(scalars_behind(n)) from error
+                except GuardOnDataDependentSymNode:
+                    asked.update(scalars_behind(n))
+                    raise
 
         return (*Inline(gm).run(*arguments), *attributes, *arguments)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import Variant
 from canzona_compile.eager.own_object import Maker
 from canzona_compile.ir.step import Leaf, Template
-from canzona_compile.ir.variant_period import Counters, VariantPeriod, variant_period_of
+from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.replica.leaves import LeafForm, LeafPaths
 
 
@@ -40,10 +40,6 @@ class ParamKind:
     def template(self) -> Template:
         """The template of the variant that was captured first."""
         return next(iter(self.templates.values()))
-
-    def note_period(self, path: Sequence[str], counters: Sequence[Counters]) -> None:
-        """Note after how many steps the variants repeat themselves; arguments are those of `variant_period_of`."""
-        self.variant_period = variant_period_of(path, counters)
 
     @property
     def leaf_forms(self) -> frozenset[LeafForm]:

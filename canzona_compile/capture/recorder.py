@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.fake_twin import FakeTwin, Replaced, TwinMoment
+from canzona_compile.capture.fake_twin import FakeTwin, Replaced
 from canzona_compile.capture.graphs import functional
 from canzona_compile.capture.variant import Answer, Scalars, Source, StepInputs, Variant
 from canzona_compile.compat.torch_private import FakeTensor
@@ -24,7 +24,7 @@ from canzona_compile.replica.external_counters import Counts, counts_of
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.leaves import leaf_problem
 from canzona_compile.replica.parameter_spec import ParamExample
-from canzona_compile.replica.raised import Provoked, Provoker, Untraceable, fallible, first_line
+from canzona_compile.replica.raised import Provoker, Untraceable, fallible, first_line
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
@@ -64,7 +64,7 @@ class StepRecorder(FakeTwin, ABC):
         self.second = StepInputs(own, self.counters(), elsewhere)
         self.prepare()
         self.consult(hypers(self.twin.param_groups[0]), self.counts)
-        self.put(self.first_leaves)
+        self.set_leaves(self.first_leaves)
 
     # -- what the ways differ in -------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class StepRecorder(FakeTwin, ABC):
     def take(self, moment: StepInputs, group_counters: Collection[str]) -> tuple[Variant, StepInputs]:
         """Find out what the step does at a moment."""
         group, counters, elsewhere = moment
-        self.put(counters)
+        self.set_leaves(counters)
         variant, _ = self.consult(group, elsewhere)
         own = {name: value for name, value in counts_of(self.twin).items() if name in elsewhere}
         counted = self.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
@@ -104,19 +104,19 @@ class StepRecorder(FakeTwin, ABC):
             variant, scalars, returned = self.ask()
             replaced = self.replaced(before)
             if variant not in self._known_to_raise:
-                self.check_errors(variant, TwinMoment(before, group, counts or {}))
+                self.check_errors(variant, StepInputs(group, before, counts or {}))
                 self._known_to_raise.add(variant)
             self._put_back(replaced, variant, returned)
         except Untraceable:  # other parameters may still be at steps that can be captured
             for key in self.state.keys() - self.structure.keys():
                 del self.state[key]
-            self.put(before)
+            self.set_leaves(before)
             raise
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
         read = {source[1] for source in variant.sources if source[0] == "scalar"}
         return variant, {**scalars, **{name: value for name, value in real.items() if name in {*scalars, *read}}}
 
-    def check_errors(self, variant: Variant, before: TwinMoment) -> None:
+    def check_errors(self, variant: Variant, before: StepInputs) -> None:
         """Raise if the step catches the error of an operator, because a graph has no such branch."""
         now = self.moment()
         self.restore(before)
@@ -126,9 +126,9 @@ class StepRecorder(FakeTwin, ABC):
             provoker = Provoker(place)
             try:
                 self.step_eagerly(provoker)
-            except Provoked:
-                continue
             except Exception as error:  # whatever its code makes of it
+                if error is provoker.error:
+                    continue
                 raise Untraceable(f"its step catches the errors of {provoker.failed}: {first_line(error)}") from error
             raise Untraceable(f"its step catches the errors of {provoker.failed}")
         self.restore(now)
@@ -192,4 +192,4 @@ class StepRecorder(FakeTwin, ABC):
             if place is None:
                 raise Untraceable(f"its step puts something in the state {name!r} that no graph computes")
             variant.results["state", name] = place
-            self.put({name: value})
+            self.set_leaves({name: value})

@@ -46,10 +46,6 @@ SETTINGS = (
 )
 
 
-class Unrecordable(Untraceable):
-    """A call of the step cannot be part of a graph, and the message says why."""
-
-
 @dataclass(eq=False, slots=True)
 class RecordedCall:
     """A call of an operator, and the calls that were seen after it.
@@ -156,14 +152,14 @@ class CallRecorder(NoCollectives):
     ) -> RecordedCall:
         self.check(func)
         if settings() != self.ambient:
-            raise Unrecordable(f"its step changes torch's settings for {func}")
+            raise Untraceable(f"its step changes torch's settings for {func}")
         if torch.is_grad_enabled():
-            raise Unrecordable(f"its step differentiates ({func})")
+            raise Untraceable(f"its step differentiates ({func})")
         if torch.Tag.inplace_view in func.tags:
-            raise Unrecordable(f"its step changes the shape of a tensor in place ({func})")
+            raise Untraceable(f"its step changes the shape of a tensor in place ({func})")
         result = func(*args, **kwargs)
         if not all(isinstance(value, Tensor) for value in pytree.tree_leaves(result)):
-            raise Unrecordable(f"its step reads the values of tensors ({func})")
+            raise Untraceable(f"its step reads the values of tensors ({func})")
         floating = all(t.is_floating_point() for t in pytree.tree_leaves((leaves, result)) if isinstance(t, Tensor))
         kinds = flat_kinds(func, args, kwargs, floating)
         numbers = tuple(place for place, number in enumerate(kinds) if number)

@@ -21,7 +21,7 @@ from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensor, pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
-from canzona_compile.rehearsal.contract import TOGETHER, broken
+from canzona_compile.rehearsal.diagnosis import TOGETHER, broken
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.leaves import state_leaves
@@ -76,7 +76,7 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
     if mixed or late:
         reads = f", or on {some(map(str, late))}, which it changes for large ones only" if late else ""
         raise UnsupportedOptimizer(
-            f"{kind} couples parameters: the update of one depends on others{reads}",
+            f"{kind} updates parameters together: the update of one depends on others{reads}",
             at=like.name,
             hint=f"{broken(2)}; {TOGETHER}",
         )
@@ -106,7 +106,7 @@ def labelled(
             twin = FakeTwin(optimizer, like, with_numbers=False, specs=specs, mode=labels)
             for i, param in enumerate(twin.params):
                 for tensor in held_by(twin, param):
-                    labels.put(tensor, frozenset({i}))
+                    labels.label(tensor, frozenset({i}))
             twin.attempt(lambda: twin.step_eagerly(labels))
         except Untraceable:
             return None
@@ -148,7 +148,7 @@ class Labels(NoCollectives):
         """Return the labels of a tensor."""
         return self._labels.get(storage_of(tensor), frozenset())
 
-    def put(self, tensor: Tensor, labels: frozenset[int], maker: str = "") -> None:
+    def label(self, tensor: Tensor, labels: frozenset[int], maker: str = "") -> None:
         """Label a tensor."""
         self._labels[storage_of(tensor)], self._makers[storage_of(tensor)] = labels, maker
         self._alive.append(tensor)
@@ -183,7 +183,7 @@ class Labels(NoCollectives):
             own = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
             for value in (found, *fresh, *written):
                 for tensor in entries(value, i, count):
-                    self.put(tensor, frozenset().union(*own), name)
+                    self.label(tensor, frozenset().union(*own), name)
         return found
 
     def _number(self, tensor: Tensor) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from canzona_compile.capture.dispatch_recorder import DispatchRecorder
 from canzona_compile.capture.dynamo_recorder import DynamoRecorder
-from canzona_compile.capture.eager_parity import EagerParity
+from canzona_compile.capture.eager_parity import has_eager_bits
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.separability import check_separable
@@ -25,8 +25,8 @@ from canzona_compile.eager.nodes import interpreted_template
 from canzona_compile.eager.own_object import Maker
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.step import Role, Template
-from canzona_compile.rehearsal.contract import broken, object_per_matrix
-from canzona_compile.rehearsal.diagnosis import NamesByGroup
+from canzona_compile.ir.variant_period import variant_period_of
+from canzona_compile.rehearsal.diagnosis import NamesByGroup, broken, object_per_matrix
 from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, default_names, rehearse
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
 from canzona_compile.replica.homes import advice, signature
@@ -62,12 +62,11 @@ class Capture:
     given: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     _rehearsals: dict[Any, Habits] = field(default_factory=dict)
     _separable: dict[KindKey, bool] = field(default_factory=dict)  # by manner, whether labels followed the step
-    _parity: EagerParity = field(init=False)
+    _eager_bits: set[tuple[str, ...]] = field(default_factory=set)  # see `has_eager_bits`
     _form_changes: dict[ParameterSpec, set[str]] = field(default_factory=dict)  # the counters at each
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
-        self._parity = EagerParity(self.optimizer)
         self.watch = ChangeWatch(self.optimizer)
 
     @property
@@ -271,7 +270,7 @@ class Capture:
         path, counters = [], []
         try:
             for _ in range(LOOKAHEAD if kind.python_state or self.counts else 1):
-                counters.append(self.counters_at(moment.group, moment.counters, moment.elsewhere))
+                counters.append(self.counters_at(moment.group, moment.leaves, moment.elsewhere))
                 template, moment = self._learn(kind, moment)
                 path.append(template.name)
         except Untraceable as reason:
@@ -282,7 +281,7 @@ class Capture:
         }
         # A task that is ahead takes one graph with the numbers of another, which must be the same numbers then.
         if recorder.reads_counters or len(numbers) == 1:
-            kind.note_period(path, counters)
+            kind.variant_period = variant_period_of(path, counters)
         return None
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
@@ -308,7 +307,7 @@ class Capture:
             raise Untraceable(f"it creates the state {min(late)!r} later than in its first step")
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
-        if not self._parity.holds(recorder, template, moment):
+        if not has_eager_bits(self.optimizer, recorder, template, moment, self._eager_bits):
             raise Untraceable(COMPILED_BY_USERS if recorder.calls_compiled else NOT_FAITHFUL)
         kind.templates[variant] = template
         return template, after

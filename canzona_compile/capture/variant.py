@@ -23,14 +23,15 @@ Source = tuple[str, ...]  # ("param",), ("grad",), ("state", leaf) or ("scalar",
 
 
 class StepInputs(NamedTuple):
-    """What the optimizer's code sees on a step of one parameter besides tensors.
+    """What the optimizer's code sees on a step of one parameter besides the parameter and its gradient.
 
     Attributes:
+        leaves: of the state; those that are not tensors, unless a twin is to hold the others again.
         elsewhere: the numbers that the optimizer keeps outside of parameter groups and of the state of parameters.
     """
 
     group: Mapping[str, Any]
-    counters: Mapping[str, Any]
+    leaves: Mapping[str, Any]
     elsewhere: Counts
 
 
@@ -65,16 +66,8 @@ class Variant:
         return cls(graph, tuple(sources), results, baked, precision)
 
 
-class Answer(NamedTuple):
-    """What a recorder found out about one step.
-
-    Attributes:
-        returned: what the graph computes beside new values of its inputs, in the order of its first outputs.
-    """
-
-    variant: Variant
-    scalars: Scalars
-    returned: tuple[Any, ...]
+# What a recorder found out about one step. Last is what the graph computes beside new values of its inputs, in order.
+Answer = tuple[Variant, Scalars, tuple[Any, ...]]
 
 
 class FormChange(Untraceable):

@@ -24,7 +24,7 @@ def argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def same(template: str, *, integers: bool = True) -> TritonRule:
+def formula(template: str, *, integers: bool = True) -> TritonRule:
     """A rule that casts all arguments to their common dtype and puts them at {0}, {1}, ... of a template."""
 
     def rule(b: Builder, node: fx.Node) -> str:
@@ -40,7 +40,7 @@ def same(template: str, *, integers: bool = True) -> TritonRule:
 
 def floats(template: str) -> TritonRule:
     """The rule `same` for floating-point dtypes only."""
-    return same(template, integers=False)
+    return formula(template, integers=False)
 
 
 def sums(sign: str, *, reversed_: bool = False) -> TritonRule:
@@ -183,17 +183,17 @@ RULES: dict[Any, TritonRule] = {
     aten.add: sums("+"),
     aten.sub: sums("-"),
     aten.rsub: sums("-", reversed_=True),
-    aten.mul: same("{0} * {1}"),
+    aten.mul: formula("{0} * {1}"),
     aten.div: div,
-    aten.neg: same("-{0}"),
-    aten.abs: same("tl.abs({0})"),
-    aten.sign: same("ops.sign({0})"),
-    aten.square: same("{0} * {0}"),
-    aten.maximum: same("ops.maximum({0}, {1})"),
-    aten.minimum: same("ops.minimum({0}, {1})"),
+    aten.neg: formula("-{0}"),
+    aten.abs: formula("tl.abs({0})"),
+    aten.sign: formula("ops.sign({0})"),
+    aten.square: formula("{0} * {0}"),
+    aten.maximum: formula("ops.maximum({0}, {1})"),
+    aten.minimum: formula("ops.minimum({0}, {1})"),
     aten.clamp: clamp,
-    aten.clamp_min: same("ops.maximum({0}, {1})"),
-    aten.clamp_max: same("ops.minimum({0}, {1})"),
+    aten.clamp_min: formula("ops.maximum({0}, {1})"),
+    aten.clamp_max: formula("ops.minimum({0}, {1})"),
     aten.relu: floats("ops.maximum({0}, 0.0)"),
     aten.lerp: floats("ops.lerp({0}, {1}, {2})"),
     aten.addcmul: fused("addcmul"),

@@ -77,11 +77,11 @@ class Zero1:
         self._order: list[Stepping] = []  # of the optimizers, in messages
         self._model = weakref.ref(model)
         # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
-        ledger: Zero1 = weakref.proxy(self)
+        engine: Zero1 = weakref.proxy(self)
         memory = BucketMemory(max(b.starts[-1] * t.itemsize for b in self.buckets for t in (b.dtype, wire or b.dtype)))
         self.gathering = Gathering(filling, group, agreement, memory)
         self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
-        self.reduction = Reduction(self.gathering, self.forward, wire, agreement, ledger, zeros)
+        self.reduction = Reduction(self.gathering, self.forward, wire, agreement, engine, zeros)
         self._held = [frozenset(names) for names in filling.names]
         self._trained = {id(fragment.param) for fragment in self.fragments.values()}
         # By bucket, the parameters that were updated since it was gathered last.
@@ -137,8 +137,8 @@ class Zero1:
             if self._agreed or not isinstance(error, Exception):
                 self.agreement.interrupt(error)
             elif not self._announcing:  # the other ranks must learn of it, and nothing has started
-                told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-                self.begun(session, told)
+                known = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
+                self.begun(session, known)
             raise
         finally:
             self._agreed = False
@@ -306,7 +306,7 @@ class Zero1:
     def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
         self.agreement.compare(call, details, error, self.gathering)
 
-    # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
+    # -- what operations on gradients tell, see `gradient.GradientEngine` ---------------------------------
 
     def note_scaling(self, operation: str) -> None:
         """Remember that this rank scales gradients."""

@@ -176,20 +176,20 @@ class Filling:
         self._parts: dict[tuple[int, frozenset[str]], Bucket] = {}
 
     @classmethod
-    def of(cls, joint: ModelPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
+    def of(cls, plan: ModelPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
         """Find the filling of a plan, of the parameters that are trained, in the order of the model."""
         slices: dict[str, list[BucketSlice]] = {}
-        for part in (part for bucket in joint.step.buckets for part in bucket.slices):
+        for part in (part for bucket in plan.step.buckets for part in bucket.slices):
             slices.setdefault(part.name, []).append(part)
         by_param: dict[str, list[BoundParam]] = {}
-        for b in (b for bound in joint.bound for b in bound.values()):
+        for b in (b for bound in plan.bound for b in bound.values()):
             by_param.setdefault(b.name, []).append(b)
         fragments = {}
         for name, param in params.items():
             own = by_param[name]
             parts = [part for b in own for part in slices[b.task.name]]
             fragments[name] = Fragment(name, param, parts, rank, own[0].stand_in, own[0].division)
-        return cls(fragments, joint.step.buckets)
+        return cls(fragments, plan.step.buckets)
 
     def holder(self, part: BucketSlice) -> Fragment:
         """The parameter that a slice is part of."""

@@ -40,7 +40,7 @@ class WaitingRanks:
     """The gather of one model that a rank waits for, in the store: of the rank that is furthest behind."""
 
     def __init__(self, channel: Channel, name: str) -> None:
-        self._channel, self._key, self.told = channel, f"waits/{name}", ""
+        self._channel, self._key, self.asking = channel, f"waits/{name}", ""
 
     def tell(self, number: int) -> None:
         """Tell the others how many gathers this rank needs in all; 0 if it no longer waits."""
@@ -48,9 +48,9 @@ class WaitingRanks:
         with contextlib.suppress(RuntimeError):  # the store may have died with its host
             held = channel.kept(self._key)
             # All ranks share one key, and come back every second: the one that is furthest behind is to be seen.
-            if held in ("", self.told) or (number and json.loads(held)[0] > channel.announced):
+            if held in ("", self.asking) or (number and json.loads(held)[0] > channel.announced):
                 channel.store.compare_set(self._key, held, own)
-        self.told = own
+        self.asking = own
 
     def asked(self) -> int:
         """How many gathers a rank needs that has not announced what this one has; 0 if none waits.
@@ -114,7 +114,7 @@ class Gathering:
         with during(self.clock, f"wait {RETURN}"):
             for work in pending.works:
                 self._watch.wait(work)
-        if self._waits is not None and self._waits.told:
+        if self._waits is not None and self._waits.asking:
             self._waits.tell(0)
         self.taken += 1
         self._pending.popleft()

@@ -27,7 +27,7 @@ LIST_SCALINGS = {
 UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-class Ledger(Protocol):
+class GradientEngine(Protocol):
     """What an operation on gradients needs of the other ranks."""
 
     def note_scaling(self, operation: str) -> None:
@@ -52,14 +52,14 @@ class ReducedGradient(Tensor):
 
     parts: Sequence[Tensor]
     origin: str
-    ledger: Ledger
+    engine: GradientEngine
 
     @staticmethod
-    def __new__(cls, param: Tensor, parts: Sequence[Tensor], origin: str, ledger: Ledger) -> ReducedGradient:
+    def __new__(cls, param: Tensor, parts: Sequence[Tensor], origin: str, engine: GradientEngine) -> ReducedGradient:
         made: ReducedGradient = make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        made.parts, made.origin, made.ledger = parts, origin, ledger
+        made.parts, made.origin, made.engine = parts, origin, engine
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -72,7 +72,7 @@ class ReducedGradient(Tensor):
         Returns:
             A plain tensor of the parameter's shape and dtype.
         """
-        return self.ledger.whole(self)
+        return self.engine.whole(self)
 
     __torch_function__ = NO_TORCH_FUNCTION
 
@@ -82,7 +82,7 @@ class ReducedGradient(Tensor):
     ) -> Any:
         if func is aten.detach.default:
             own = args[0]
-            return ReducedGradient(own, own.parts, own.origin, own.ledger)
+            return ReducedGradient(own, own.parts, own.origin, own.engine)
         if func in SCALINGS and not isinstance(args[1], ReducedGradient):
             return scale(func, [args[0]], args[1], lambda part: func(part, args[1]))
         if func in LIST_SCALINGS:
@@ -99,7 +99,7 @@ def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tens
     if isinstance(by, Tensor) and by.numel() != 1:
         refuse(func, own[0])
     names = f"{own[0].origin} and {len(own) - 1} more" if len(own) > 1 else own[0].origin
-    own[0].ledger.note_scaling(f"{func.overloadpacket.__name__.strip('_')} by {float(by)!r} of {names}")
+    own[0].engine.note_scaling(f"{func.overloadpacket.__name__.strip('_')} by {float(by)!r} of {names}")
     for gradient in gradients:
         for part in gradient.parts if isinstance(gradient, ReducedGradient) else (gradient,):
             apply(part)
@@ -109,17 +109,17 @@ def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tens
 def unscale(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Unscale gradients and find out whether one of them, on any rank, is not finite. This is a collective."""
     parts: list[Tensor] = []
-    ledger: Ledger | None = None
+    engine: GradientEngine | None = None
     for gradient in gradients:
         if isinstance(gradient, ReducedGradient):
             parts += gradient.parts
-            ledger = gradient.ledger
+            engine = gradient.engine
         else:
             parts.append(gradient)
     if parts:
         UNSCALE(parts, found, inverse)
-    assert ledger is not None
-    ledger.share_infinity(found)
+    assert engine is not None
+    engine.share_infinity(found)
 
 
 def flattened(values: Sequence[Any]) -> list[Any]:
@@ -130,7 +130,7 @@ def flattened(values: Sequence[Any]) -> list[Any]:
 def refuse(func: Any, gradient: ReducedGradient) -> NoReturn:
     """Raise for an operation, and tell the other ranks, which may wait for this one."""
     error = refusal(func, gradient)
-    gradient.ledger.tell(error)
+    gradient.engine.tell(error)
     raise error
 
 

@@ -159,7 +159,7 @@ def constants(kind: ParamKind) -> list[list[int | float]]:
 
 
 def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) -> Step:
-    """Schedule all matrices of a joint step as one step, which is what a plan of the model describes.
+    """Schedule all matrices of the step of a model as one step, which is what a plan of the model describes.
 
     Optimizers without matrices leave no trace but the slices of their parameters, so the plan does not depend on them.
     Parameter groups are renumbered in the order of the matrices. `parts` has the names of each optimizer's parameters.

@@ -64,10 +64,10 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
         # A list as the index would be copied to the device, and the host would wait for the copy.
         values = torch.stack([norms[i] for i in own])
         all_reduce(values, op, cut.groups(), watch)
-        put(norms, own, values.unbind())
+        replace(norms, own, values.unbind())
     if takes_powers(norm_type):
         cut_ones = [i for i, fragment in enumerate(present) if fragment.spread]
-        put(norms, cut_ones, powers([norms[i] for i in cut_ones], 1.0 / norm_type))
+        replace(norms, cut_ones, powers([norms[i] for i in cut_ones], 1.0 / norm_type))
     whole_norm: Tensor = torch.linalg.vector_norm(
         torch.stack(as_dtypes(norms, [fragment.param.dtype for fragment in present])), norm_type
     )
@@ -88,11 +88,11 @@ def norms_held(fragments: Sequence[Fragment], norm_type: float) -> list[Tensor]:
     flat = [part for own in held for part in own]
     norms = list(flat)
     for own in by_dtype(flat).values():
-        put(norms, own, torch._foreach_norm([flat[i] for i in own], norm_type))
+        replace(norms, own, torch._foreach_norm([flat[i] for i in own], norm_type))
     norms = as_dtypes(norms, [torch.float32] * len(norms))
     if takes_powers(norm_type):
         cut = [i for i, f in enumerate(f for f, own in zip(fragments, held, strict=True) for _ in own) if f.spread]
-        put(norms, cut, powers([norms[i] for i in cut], norm_type))
+        replace(norms, cut, powers([norms[i] for i in cut], norm_type))
     joined = torch.maximum if math.isinf(norm_type) else torch.add
     nothing = torch.zeros((), device=fragments[0].param.device)
     remaining = iter(norms)
@@ -109,7 +109,7 @@ def powers(values: Sequence[Tensor], exponent: float) -> Sequence[Tensor]:
     return torch._foreach_pow(list(values), exponent) if values else []
 
 
-def put(values: list[Tensor], at: Iterable[int], new: Iterable[Tensor]) -> None:
+def replace(values: list[Tensor], at: Iterable[int], new: Iterable[Tensor]) -> None:
     """Replace some entries of a list."""
     for i, value in zip(at, new, strict=True):
         values[i] = value
@@ -129,7 +129,7 @@ def as_dtypes(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[T
     for dtype in dict.fromkeys(dtypes):
         own = [i for i, wanted in enumerate(dtypes) if wanted == dtype and values[i].dtype != dtype]
         if own:
-            put(found, own, torch.stack([values[i] for i in own]).to(dtype).unbind())
+            replace(found, own, torch.stack([values[i] for i in own]).to(dtype).unbind())
     return found
 
 

@@ -32,7 +32,7 @@ from canzona_compile.data_parallel.collectives import (
 )
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
-from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
+from canzona_compile.data_parallel.gradient import GradientEngine, ReducedGradient
 from canzona_compile.data_parallel.hooks import MARK, Mark
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
@@ -86,13 +86,13 @@ class Reduction:
         forward: ForwardHooks | None,
         wire: torch.dtype | None,
         agreement: Agreement,
-        ledger: Ledger,
+        engine: GradientEngine,
         zeros: bool,
     ) -> None:
         self.gathering, self.forward, self.wire = gathering, forward, wire
         self.filling, self.group, self.memory = gathering.filling, gathering.group, gathering.memory
         self.fragments, self.buckets = self.filling.fragments, self.filling.buckets
-        self.agreement, self.ledger, self.zeros = agreement, ledger, zeros
+        self.agreement, self.engine, self.zeros = agreement, engine, zeros
         device = next(iter(self.fragments.values())).param.device
         self.waiter = Waiter(agreement.listeners, device, BROKEN)
         self.number = 0
@@ -137,7 +137,7 @@ class Reduction:
             own = reference()
             if own is None:
                 return
-            with own.told():
+            with own.failing_together():
                 if own.forward is not None:
                     own.forward.check(name)
                 if not own._paused:
@@ -146,7 +146,7 @@ class Reduction:
         return arrived
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """Inside this context, tell the other ranks of any error, so that none of them waits for this rank."""
         try:
             yield
@@ -169,8 +169,8 @@ class Reduction:
         if announced is not None or under_way or not isinstance(error, Exception):
             self.agreement.interrupt(error)
             return
-        told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-        if self.agreement.channel is not None and (announced := self.agreement.start(CALL, told)) is not None:
+        known = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
+        if self.agreement.channel is not None and (announced := self.agreement.start(CALL, known)) is not None:
             announced.finish()
 
     def _missed(self, number: int) -> None:
@@ -343,7 +343,7 @@ class Reduction:
 
         Every rank must call this. Autograd does at the end of backward.
         """
-        with self.told(), during(self.clock, REDUCE):
+        with self.failing_together(), during(self.clock, REDUCE):
             if not self.under_way:
                 self._begin()
             while not self._is_first():
@@ -373,8 +373,8 @@ class Reduction:
         missing = sum(1 << i for i, name in enumerate(names) if name not in self._seen and not self.zeros)
         if not self.zeros:
             with during(self.clock, f"wait {REDUCE}"):
-                told = {"missing": f"{missing:x}"}
-                answers = self.agreement.compare(f"the end of {CALL}", told, apart_from=self.gathering)
+                own = {"missing": f"{missing:x}"}
+                answers = self.agreement.compare(f"the end of {CALL}", own, apart_from=self.gathering)
             missing = fold(operator.and_, (int(answer["missing"], 16) for answer in answers))
         return frozenset(name for i, name in enumerate(names) if not missing >> i & 1)
 
@@ -385,5 +385,5 @@ class Reduction:
                 continue
             shards = [self._shards[self.filling.bucket_of(part).index] for part in fragment.owned]
             parts = [s[part.offset : part.offset + part.length] for s, part in zip(shards, fragment.owned, strict=True)]
-            fragment.param.grad = ReducedGradient(fragment.param, parts, fragment.name, self.ledger)
+            fragment.param.grad = ReducedGradient(fragment.param, parts, fragment.name, self.engine)
         self._shards.clear()

@@ -52,12 +52,12 @@ class OwnerSession(Session):
         capture: Capture,
         options: Options,
         engine: Zero1,
-        joint: ModelPlan,
+        model_plan: ModelPlan,
         bound: Mapping[str, BoundParam],
         whole: Agreement,
     ) -> None:
         super().__init__(capture.optimizer, options, capture=capture)
-        self._engine, self._joint, self._bound = engine, joint, bound
+        self._engine, self._model_plan, self._bound = engine, model_plan, bound
         self.fragments = tuple(engine.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
         self.group_of = {b.name: b.param_group for b in bound.values()}
         self._whole = whole
@@ -150,14 +150,14 @@ class OwnerSession(Session):
         return super()._start()
 
     def bind_and_plan(self) -> Plan:
-        """Plan the updates of what this rank owns, with the owners of the joint plan."""
+        """Plan the updates of what this rank owns, with the owners of the plan of the model."""
         self.capture.rehearse()
         for fragment in self.fragments:
             fragment.lend_marks()
         binder = Binder(self.optimizer, self.options, self.capture)
         bound = [b for fragment in self.fragments for b in self._bind(fragment, binder)]
         bound.sort(key=lambda b: b.task.index)
-        return make_plan(bound, self.optimizer_name, self.options, self.observers, self._joint.step)
+        return make_plan(bound, self.optimizer_name, self.options, self.observers, self._model_plan.step)
 
     def _bind(self, fragment: Fragment, binder: Binder) -> Iterator[BoundParam]:
         pieces: tuple[Described, ...] = ()
@@ -188,7 +188,7 @@ class OwnerSession(Session):
     def reported(self) -> Step:
         """Return the scheduled step of all optimizers on all ranks, with the buckets."""
         self.last()
-        return self._joint.scheduled(self.options)
+        return self._model_plan.scheduled(self.options)
 
     # -- state -----------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Cells: whole parameters that one rank steps by the optimizer's own code.
+"""Cells: whole parameters that one rank steps by the optimizer's own code, each by itself on a twin.
 
-A cell has two options: whose object steps, a twin of the user's or one that its class's constructor made
-(`own_object`), and which parameters: one matrix, or all where they depend on one another. Prodigy divides sums over all
-parameters, others clip by a global norm; what a step does to one of them by itself is not defined then.
+The real optimizer never steps. What steps count in parameter groups and attributes belongs to every rank, and users
+read it: so every rank has one more twin, with one tiny parameter per group, that takes every step too, and the real
+optimizer takes over what it counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from canzona_compile.replica.twin import make_twin, step_plainly
+from canzona_compile.replica.external_counters import around
+from canzona_compile.replica.randomness import undisturbed
+from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 
 def whole_copy(
@@ -39,16 +41,44 @@ def whole_copy(
     return own
 
 
-def step_alone(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    param: Tensor,
-    state: dict[str, Any],
-    groups: Sequence[dict[str, Any]] = (),
-) -> Tensor:
+def step_alone(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> Tensor:
     """Step one whole parameter on a twin of an optimizer."""
     twin = make_twin(optimizer, group, [param], {param: state})
-    twin.param_groups = list(groups) or twin.param_groups
     step_plainly(twin)
     state.update(twin.state[param])
     return param.detach()
+
+
+class Shadow:
+    """A twin of an optimizer with tiny parameters, whose counts the optimizer takes over."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._random = torch.Generator().manual_seed(0)
+        self._params: list[Tensor] = []
+        self._state: dict[Tensor, dict[str, Any]] = {}
+
+    def count(self) -> None:
+        """Take a step, and show what it counted. Groups without gradients do not step."""
+        groups = self.optimizer.param_groups
+        self._params += [tiny(group["params"]) for group in groups[len(self._params) :]]
+        for param, group in zip(self._params, groups, strict=True):
+            some = any(p.grad is not None for p in group["params"])
+            param.grad = torch.randn(param.shape, generator=self._random, device="cpu").to(param) if some else None
+        twin = make_twin(self.optimizer, {}, [], self._state)
+        twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
+        before = [dict(values) for _, values in around(twin)]
+        with undisturbed(twin), as_written():
+            step_plainly(twin)
+        self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
+        homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]
+        for home, old, (_, new) in zip(homes, before, around(twin), strict=True):
+            changed = {k: v for k, v in new.items() if isinstance(v, int | float) and (k not in old or old[k] != v)}
+            home.update(changed)
+
+
+def tiny(params: Sequence[Tensor]) -> Tensor:
+    """Make a tiny parameter with as many dims as the first of some; on the CPU, so that no device is waited for."""
+    first = params[0] if params else torch.zeros(2, 3, device="cpu")
+    shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
+    return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype, device="cpu"))

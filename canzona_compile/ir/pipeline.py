@@ -105,7 +105,7 @@ def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) 
         after = call(current, step, records)
         seconds = time.perf_counter() - begin
         checked(current, step, after)
-        nodes, ops = difference(step, after)
+        nodes, ops = added_by(step, after)
         records.append(PassRecord(current.name, seconds, step, after, nodes, ops))
         for observer in observers:
             observer(records[-1])
@@ -159,7 +159,7 @@ def graphs(step: Step) -> Iterator[fx.Graph]:
         yield from (template.graph for template in step.templates)
 
 
-def difference(before: Step, after: Step) -> tuple[int, dict[str, int]]:
+def added_by(before: Step, after: Step) -> tuple[int, dict[str, int]]:
     """Count what a pass added to the graphs.
 
     Returns:

@@ -72,7 +72,7 @@ class Tiling:
                 if lengths.setdefault(place, size[dim]) != size[dim]:
                     raise UnsupportedLayout(
                         f"the fragments do not tile a tensor: of dim {dim} ranks hold {lengths[place]} and {size[dim]} "
-                        f"entries that {sharding} says are the same; there are {told(sizes)}",
+                        f"entries that {sharding} says are the same; there are {sizes_by_rank(sizes)}",
                         hint="give a placement for every mesh dim that shards the tensor, with the dim that it shards",
                     )
             begin, length = {}, 0
@@ -105,7 +105,7 @@ def shard_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | StridedShard) else None
 
 
-def told(sizes: Mapping[MeshCoordinate, Sequence[int]], limit: int = 8) -> str:
+def sizes_by_rank(sizes: Mapping[MeshCoordinate, Sequence[int]], limit: int = 8) -> str:
     """The sizes of fragments in the order of the mesh, for an error message."""
     shown = " ".join(str(list(sizes[at])) for at in sorted(sizes)[:limit])
     return shown if len(sizes) <= limit else f"{shown} ..."

@@ -245,7 +245,7 @@ def batched(step: Step) -> None:
                 raise InvalidStep(f"it is in {counts[name]} batches of group {group.index}", at=name)
         for batch in group.batches:
             for name in batch.tasks:
-                alike(batch, step.task(name))
+                check_equal(batch, step.task(name))
             if batch.stacked and cuts[batch.placed].stacked is None:
                 raise InvalidStep(
                     f"a batch is stacked, but cut {batch.placed} has no stacked graph",
@@ -253,7 +253,7 @@ def batched(step: Step) -> None:
                 )
 
 
-def alike(batch: Batch, task: Task) -> None:
+def check_equal(batch: Batch, task: Task) -> None:
     for what, own, expected in (
         ("owner", task.owner, batch.owner),
         ("cut", task.placed, batch.placed),

@@ -14,10 +14,10 @@ from canzona_compile.analysis.linear_algebra import (
     Factor,
     MatrixTerm,
     Product,
-    alike,
     any_strides,
     flipped,
     identity,
+    keeps_form,
     plus,
     product_of,
     root,
@@ -210,9 +210,9 @@ class Rewriter:
             numbers = {"alpha": (call.alpha, 1.0), "beta": (call.beta, 0.0), "diag": (call.diag, 0.0)}
             kwargs = {name: written(n, self.graph) for name, (n, default) in numbers.items() if n != default}
             kwargs |= {"trans": True} if call.trans else {}
-            self.put(node, SYM_GEMM, args, kwargs)
+            self.substitute(node, SYM_GEMM, args, kwargs)
 
-    def put(self, node: fx.Node, target: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def substitute(self, node: fx.Node, target: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Insert the call of an operator at the graph's insert point, and let all users of `node` read it instead."""
         new = insert_call(self.graph, target, args, kwargs)
         node.replace_all_uses_with(new)
@@ -245,7 +245,7 @@ class Rewriter:
             trans = {"trans": True} if flip else {}
             half = insert_call(self.graph, SYM_GEMM, (left,), {**alpha, **trans})
             beta = {} if product.beta == 1.0 else {"alpha": written(product.beta, self.graph)}
-            self.put(node, aten.add.Tensor, (half, product.added), beta)
+            self.substitute(node, aten.add.Tensor, (half, product.added), beta)
 
     def update(self, node: fx.Node) -> None:
         """Write alpha X + beta F X, or alpha X + beta X F, as one call of `gemm_axpby`."""
@@ -257,13 +257,13 @@ class Rewriter:
         right = product.added is product.left
         factor = product.right if right else product.left
         square = shape_of(factor)[-1] == shape_of(factor)[-2]
-        if not square or not alike(product.added, node):
+        if not square or not keeps_form(product.added, node):
             return
         with self.graph.inserting_before(node):
             numbers = {"alpha": product.beta, "beta": product.alpha}
             kwargs = {name: written(n, self.graph) for name, n in numbers.items() if n != 1.0}
             kwargs |= {"right": True} if right else {}
-            self.put(node, GEMM_AXPBY, (factor, product.added), kwargs)
+            self.substitute(node, GEMM_AXPBY, (factor, product.added), kwargs)
 
     def sum_with_product(self, node: fx.Node) -> Product | None:
         """Read a sum of a product and a matrix, each times a number, as a product with an addend.

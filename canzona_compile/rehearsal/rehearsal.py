@@ -9,8 +9,9 @@ import contextlib
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,19 +22,18 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import plain_class, plain_step
 from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
-from canzona_compile.rehearsal.contract import object_per_matrix
-from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
+from canzona_compile.rehearsal.diagnosis import NamesByGroup, differing_places, object_per_matrix, refusal, tensors_kept
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
-from canzona_compile.rehearsal.stepping import OneByOne
 from canzona_compile.rehearsal.trial import (
-    Plainly,
     RehearsedSteps,
+    apart,
     contents_of,
     take,
     take_plainly,
     texts_written,
 )
 from canzona_compile.replica.external_counters import Counter
+from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import step_plainly
@@ -162,11 +162,11 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
     """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`."""
     for one in scenario.easier():
         plain = together(optimizer, one)
-        apart = take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
-        if not difference(plain, apart):
+        parts = take(optimizer, one, partial(apart, counters=bool(plain.counters), in_order=plain.drew))
+        if not differing_places(plain, parts):
             break
     else:
-        raise refusal(optimizer, one, plain, apart, names)
+        raise refusal(optimizer, one, plain, parts, names)
     return Habits(
         frozenset(plain.counters),
         writes_gradients=plain.writes_gradients,
@@ -231,29 +231,6 @@ def default_names(optimizer: Optimizer) -> NamesByGroup:
 # -- closures --------------------------------------------------------------------------------------
 
 
-class WithClosure(Plainly):
-    """Steps all parameters together, with a closure that gives a loss.
-
-    Attributes:
-        calls: what the optimizer held whenever it called the closure.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[Contents] = []
-        self.begun: Contents = {}
-
-    def step(self) -> Any:
-        """Step all parameters."""
-
-        def closure() -> Tensor:
-            self.calls.append(contents_of(self.small))
-            return self.loss
-
-        self.loss = torch.tensor(2.5, device=self.small.params[0].device)
-        self.begun = contents_of(self.small)
-        return step_plainly(self.small.optimizer, closure=closure)
-
-
 def closure_problem(optimizer: Optimizer) -> str:
     """Find out whether `step(closure)` is `closure()` followed by `step()`, and returns what the closure returned.
 
@@ -263,17 +240,30 @@ def closure_problem(optimizer: Optimizer) -> str:
     if "closure" not in inspect.signature(plain_step(plain_class(optimizer))).parameters:
         return ""
     chosen = scenarios([len(group["params"]) for group in optimizer.param_groups])[0].chosen
-    stepping = WithClosure()
+    calls: list[tuple[Contents, Contents]] = []  # what the optimizer held when it called the closure, and before
+    loss = torch.tensor(2.5, device=next(p.device for group in optimizer.param_groups for p in group["params"]))
+
+    def with_closure(small: Miniature) -> Callable[[], Any]:
+        def step() -> Any:
+            begun = contents_of(small)
+
+            def closure() -> Tensor:
+                calls.append((contents_of(small), begun))
+                return loss
+
+            return step_plainly(small.optimizer, closure=closure)
+
+        return step
 
     once = Scenario(chosen, 1)
-    alone, found = take(optimizer, once, Plainly()), take(optimizer, once, stepping)
+    alone, found = take(optimizer, once), take(optimizer, once, with_closure)
     if found.error is not None:
         return f"it raises {first_line(found.error)}"
-    if len(stepping.calls) != 1:
-        return f"it evaluates the closure {len(stepping.calls)} times"
-    places = changed(stepping.calls[0], stepping.begun)
+    if len(calls) != 1:
+        return f"it evaluates the closure {len(calls)} times"
+    places = changed(*calls[0])
     if any(place.startswith("parameter") and not place.endswith(".grad") for place in places):
         return "it evaluates the closure after it changed parameters"
-    if differing := difference(alone, found):
+    if differing := differing_places(alone, found):
         return f"what it does depends on the loss: {some(differing)} differs"
-    return "" if found.returned[0] is stepping.loss else "it does not return the loss"
+    return "" if found.returned[0] is loss else "it does not return the loss"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.interrupts import interrupted_here
 from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.torch_private import without_function_modes
+from canzona_compile.eager.cell import Shadow, step_alone, whole_copy
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.rehearsal.asked import LayoutQuestions
 from canzona_compile.rehearsal.endless import Endless, Lines, NoCrash, unfinished
@@ -27,33 +30,61 @@ from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, Label, Snapshot, bits_of, changed
 from canzona_compile.replica.twin import as_written, step_plainly
-from canzona_compile.tensors import memory_of
+from canzona_compile.tensors import memory_of, plain_attributes
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
+Way = Callable[[Miniature], Callable[[], Any]]  # makes what steps a miniature once, and returns what its step returned
 
 
-class Plainly:
-    """A way to step a miniature: all parameters together, as the plain optimizer does. Others derive from it.
+def plainly(small: Miniature) -> Callable[[], Any]:
+    """Step all parameters together, as the plain optimizer does."""
+    return partial(step_plainly, small.optimizer)
 
-    Attributes:
-        asks: whether questions of its steps about layouts are noted. Only those of plain steps are read.
+
+def apart(small: Miniature, counters: bool, in_order: bool) -> Callable[[], None]:
+    """Step each parameter by itself on a twin, as the owners of matrices do.
+
+    Args:
+        in_order: whether parameters step in their order, as random numbers come in it. Otherwise the last one is the
+            first, so that what one step leaves to the next shows.
     """
+    params, optimizer, shadow = small.params, small.optimizer, Shadow(small.optimizer)
 
-    asks: ClassVar[bool] = True
-    small: Miniature
+    def step() -> None:
+        with hidden(params) as grads:
+            for i in range(len(params)) if in_order else reversed(range(len(params))):
+                if (grad := grads[i]) is not None:
+                    own = whole_copy(params[i], grad, plain_attributes(params[i]))
+                    group = optimizer.param_groups[small.group_of[i]]
+                    params[i].data.copy_(step_alone(optimizer, group, own, optimizer.state[params[i]]))
+                    with without_function_modes():
+                        drop_gradients(params)  # that the step gave to others
+        if counters:
+            shadow.count()
 
-    def begin(self, small: Miniature) -> None:
-        """Get ready to step a miniature."""
-        self.small = small
+    return step
 
-    def step(self) -> Any:
-        """Step it once; return what the optimizer's step returned."""
-        return step_plainly(self.small.optimizer)
 
-    def objects(self) -> Contents:
-        """What the optimizer objects hold that step it, beside its own, by place; it has none."""
-        return {}
+@contextlib.contextmanager
+def hidden(params: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Inside this context, parameters have no gradients: what an optimizer does to them beside its step shows."""
+    with without_function_modes():
+        grads = [param.grad for param in params]
+        drop_gradients(params)
+    try:
+        yield grads
+    finally:
+        with without_function_modes():
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+
+
+def drop_gradients(params: Iterable[Tensor]) -> None:
+    """Let parameters have no gradients."""
+    for param in params:
+        if param.grad is not None:
+            param.grad = None
 
 
 @dataclass(slots=True)
@@ -89,19 +120,18 @@ class RehearsedSteps:
     error: Exception | None = None
 
 
-def take(optimizer: Optimizer, scenario: Scenario, stepping: Plainly) -> RehearsedSteps:
+def take(optimizer: Optimizer, scenario: Scenario, way: Way = plainly) -> RehearsedSteps:
     """Take the steps of a scenario on a miniature of an optimizer. What lies outside is as before then.
 
-    Random numbers are the same each time.
+    Random numbers are the same each time. Questions about layouts are noted of plain steps only.
     """
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    with seeded(device) as dice:
+    with seeded(device) as drew:
         small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
         with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
-            stepping.begin(small)
-            found = run(small, scenario, stepping)
+            found = run(small, scenario, way(small), asks=way is plainly)
             found.outside = outside.changed()
-    found.kind, found.drew = type(small.optimizer).__name__, dice.drew_random
+        found.kind, found.drew = type(small.optimizer).__name__, drew()
     found.uses_cache = outside.calls_problem or small.calls.problem
     found.reads_variables = outside.reads_variables
     return found
@@ -112,15 +142,15 @@ def take_plainly(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
 
     They read none if all is the same once every gradient is written over the one before.
     """
-    found = take(optimizer, scenario, Plainly())
+    found = take(optimizer, scenario)
     if found.aliases:
-        again = take(optimizer, replace(scenario, in_place=True), Plainly()).after
+        again = take(optimizer, replace(scenario, in_place=True)).after
         if len(again) == len(found.after) and not any(map(changed, found.after, again)):
             found.aliases.clear()
     return found
 
 
-def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSteps:
+def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], asks: bool) -> RehearsedSteps:
     """Take the steps of a scenario, up to one of odd gradients that does not end."""
     found, lines = RehearsedSteps(first=contents_of(small)), Lines()
     gradients = Gradients(small, scenario)
@@ -132,8 +162,8 @@ def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSte
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
         try:
-            with watched(small, scenario, number, lines, found.asks_layout if stepping.asks else None):
-                found.returned.append(stepping.step())
+            with watched(small, scenario, number, lines, found.asks_layout if asks else None):
+                found.returned.append(step())
         except CanzonaError:
             raise
         except Endless as error:
@@ -153,7 +183,7 @@ def run(small: Miniature, scenario: Scenario, stepping: Plainly) -> RehearsedSte
         for param in small.params:
             param.grad = None
         walk = walk_of(small.optimizer, small.params, small.label)
-        found.after.append(walk.found | stepping.objects())
+        found.after.append(walk.found)
         places = [place for place, value in walk.tensors() if memory_of(value) & gradients.memory]
         found.aliases |= dict.fromkeys(re.sub(r"the state of parameter \d+", "self.state[param]", p) for p in places)
     return found

@@ -17,5 +17,5 @@ During a step, as rehearsals and captures find out:
 
     number beside the state    step_alone         it counts steps; anything but a number is refused
     global, closure, class     Outside            refuse, and put back; generators of Python and numpy as well
-    torch's generators         randomness.Dice    the owner of a matrix draws, with a warning
+    torch's generators         randomness         the owner of a matrix draws, with a warning
 """

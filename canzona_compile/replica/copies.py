@@ -93,7 +93,7 @@ class Copies:
         self._originals: list[Any] = []  # kept alive, so that their ids are given to no others
         self._ways: dict[type, Way] = {}
 
-    def put(self, original: Any, made: Any) -> None:
+    def remember(self, original: Any, made: Any) -> None:
         """Let something be the copy of an object, unless it has one already."""
         if id(original) not in self._memo:
             self._memo[id(original)] = made
@@ -121,7 +121,7 @@ class Copies:
         if kind not in self._ways:
             self._ways[kind] = self._way(kind)
         made = self._ways[kind](value)
-        self.put(value, made)
+        self.remember(value, made)
         return made
 
     # -- what is copied, and how -----------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Copies:
             tuple: self._tuple,
             dict: self._dict,
             types.MethodType: lambda one: types.MethodType(one.__func__, self._of(one.__self__)),
-            types.MappingProxyType: self._proxy,
+            types.MappingProxyType: lambda one: types.MappingProxyType(self._of(dict(one))),
             types.GeneratorType: refused,
             CACHED: self._cached,
         }
@@ -162,7 +162,7 @@ class Copies:
 
     def _list(self, value: list[Any]) -> list[Any]:
         made: list[Any] = []
-        self.put(value, made)
+        self.remember(value, made)
         made += map(self._of, value)
         return made
 
@@ -175,12 +175,9 @@ class Copies:
 
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
-        self.put(value, made)
+        self.remember(value, made)
         made.update((self._of(key), self._of(entry)) for key, entry in value.items())
         return made
-
-    def _proxy(self, value: types.MappingProxyType[Any, Any]) -> types.MappingProxyType[Any, Any]:
-        return types.MappingProxyType(self._of(dict(value)))
 
     def _cached(self, value: Any) -> Any:
         """Make a cached function with a cache of its own, which holds nothing yet."""
@@ -189,14 +186,14 @@ class Copies:
 
     def _weak_dict(self, value: Any) -> Any:
         made = type(value)()
-        self.put(value, made)
+        self.remember(value, made)
         for key, entry in value.items():
             made[key] = self._of(entry)
         return made
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         made = value.copy()
-        self.put(value, made)
+        self.remember(value, made)
         if value.dtype == np.dtype(object):
             for place in np.ndindex(value.shape):
                 made[place] = self._of(value[place])
@@ -219,7 +216,7 @@ class Copies:
         self._originals.append(reduced)
         function, arguments, state, entries, pairs = (*reduced, None, None, None)[: max(5, len(reduced))]
         made = function(*map(self._of, arguments))
-        self.put(value, made)
+        self.remember(value, made)
         if state is not None:
             give_state(made, self._of(state))
         for entry in entries or ():
@@ -232,7 +229,7 @@ class Copies:
 
     def _keep(self, value: Any) -> Any:
         """Share an object that code may change."""
-        self.put(value, value)
+        self.remember(value, value)
         self.kept.append(value)
         return value
 
@@ -263,7 +260,7 @@ class Copies:
             way = self._way(type(one))
             inside = below(one)
             if way in (as_it_is, self._keep, refused):
-                self.put(one, way(one))
+                self.remember(one, way(one))
             elif not inside and way == self._reconstructed and not is_told(one):
                 self._keep(one)
             else:
@@ -426,7 +423,7 @@ def copy_closures(value: Any, copies: Copies) -> None:
         made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__
         vars(made).update(vars(function))
-        copies.put(function, made)
+        copies.remember(function, made)
     for old, new in cells.values():
         try:
             new.cell_contents = copies.of(old.cell_contents)

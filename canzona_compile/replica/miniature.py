@@ -53,23 +53,22 @@ class Miniature:
         own, odd, groups = copied_attributes(optimizer), odd_state(optimizer), list(map(hypers, optimizer.param_groups))
         self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
         real = [p for group in optimizer.param_groups for p in group["params"]]
-        sizes, on_params = self.sizes_of(p.shape for p in real), [public(vars(p)) for p in real]
+        sizes, on_params = small_sizes(p.shape for p in real), [public(vars(p)) for p in real]
         if not stateful and not may_lead_to_tensors([own, groups, on_params, odd]):
             real = [optimizer.param_groups[g]["params"][i] for g, places in enumerate(chosen) for i in places]
-        with self.making():
-            small_of = {id(p): small(p, sizes) for p in real}
-            large = [*large_tensors(own), *(t for p in real for t in tensors_on(p))]
-            blanks = [(tensor, blank(tensor, sizes)) for tensor in large]
+        small_of = {id(p): small(p, sizes) for p in real}
+        large = [*large_tensors(own), *(t for p in real for t in tensors_on(p))]
+        blanks = [(tensor, blank(tensor, sizes)) for tensor in large]
         copies = Copies()
-        copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
+        copies.remember(optimizer, self.optimizer)  # methods kept as attributes step the copy
         for original, made in (*((p, small_of[id(p)]) for p in real), *blanks):
-            copies.put(original, made)
+            copies.remember(original, made)
         copy_closures([own, *groups, *on_params, odd, *map(optimizer.state.get, real)], copies)
         for param in real:
             vars(small_of[id(param)]).update(copies.of(public(vars(param))))
         known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
         for param in real:
-            known |= {where: self.address_of(small_of[id(param)]) for where in addresses(param)}
+            known |= dict.fromkeys(addresses(param), small_of[id(param)].data_ptr())
         vars(self.optimizer).update(translated(copies.of(own), known, small_of))
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []
@@ -92,22 +91,9 @@ class Miniature:
         self.optimizer.state = state
         for param in real if stateful else ():
             if own_state := optimizer.state.get(param):
-                with self.making():
-                    state[small_of[id(param)]] = small_state(own_state, sizes, copies)
+                state[small_of[id(param)]] = small_state(own_state, sizes, copies)
         self.kept, self.calls = copies.kept, copies.calls
         self._places = {id(param): i for i, param in enumerate(self.params)}
-
-    def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
-        """The size that each size becomes."""
-        return small_sizes(shapes)
-
-    def making(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which parameters, and other tensors of their sizes, are made."""
-        return contextlib.nullcontext()
-
-    def address_of(self, param: Tensor) -> int:
-        """Where a small parameter lies."""
-        return param.data_ptr()
 
     def label(self, value: Any) -> str | None:
         """Name a parameter, or the optimizer, for `contents`."""

@@ -46,10 +46,6 @@ class Swallowed(Untraceable):
     """The step caught an error of its trial, and the message says which."""
 
 
-class Refused(Exception):
-    """Why a step cannot be recorded, noted where nothing can be raised."""
-
-
 class Note:
     """Notes the first error of a trial.
 
@@ -75,8 +71,8 @@ class Note:
             self._raise_refusal()
             raise
         self._raise_refusal()
-        if isinstance(self.error, Refused):
-            raise Swallowed(str(self.error)) from self.error
+        if isinstance(self.error, Swallowed):
+            raise self.error
         if self.error is not None:
             problem = f"its step catches an error that only its capture has: {first_line(self.error)}"
             raise Swallowed(f"{problem}{blamed(self.error)}") from self.error
@@ -212,16 +208,12 @@ def name_of(operator: Any) -> str:
     return str(operator._schema.name.partition("::")[2])
 
 
-class Provoked(LinAlgError):  # type: ignore[misc]
-    """An error that no operator had. It is of the type that those of linear algebra raise."""
-
-
 class Provoker(TorchDispatchMode):
-    """Inside this mode one call fails of those that may."""
+    """Inside this mode one call fails of those that may, with an error of the type that linear algebra raises."""
 
     def __init__(self, place: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.failed = ""
+        self.failed, self.error = "", LinAlgError("provoked, to see whether the step catches it")
         self._left = place
 
     def __torch_dispatch__(
@@ -230,7 +222,7 @@ class Provoker(TorchDispatchMode):
         if not self.failed and name_of(func) in FALLIBLE:
             if not self._left:
                 self.failed = str(func)
-                raise Provoked("provoked, to see whether the step catches it")
+                raise self.error
             self._left -= 1
         return func(*args, **(kwargs or {}))
 

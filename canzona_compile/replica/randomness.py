@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx
@@ -22,19 +21,10 @@ def draws(graph: fx.Graph) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in opened(graph))
 
 
-@dataclass(slots=True)
-class Dice:
-    """Whether random numbers were drawn inside `watched`; set when that context ends."""
-
-    drew_random: bool = False
-
-
-@contextlib.contextmanager
-def watched(device: torch.device) -> Iterator[Dice]:
-    """Watch the generators of the CPU and of a device, and tell on exit whether numbers were drawn from them."""
-    dice, before = Dice(), generators(device)
-    yield dice
-    dice.drew_random = any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
+def watched(device: torch.device) -> Callable[[], bool]:
+    """Return what tells whether numbers were drawn since now from the generators of the CPU and of a device."""
+    before = generators(device)
+    return lambda: any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
 
 
 @contextlib.contextmanager
@@ -46,12 +36,11 @@ def undisturbed(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(device: torch.device) -> Iterator[Dice]:
-    """Do the same as `watched` for a trial, with the same seed every time, and put the states of generators back."""
+def seeded(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Inside this context for a trial, seeds are the same every time; yields what `watched` returns."""
     with torch.random.fork_rng(devices=devices_of(device)):
         torch.manual_seed(0)
-        with watched(device) as dice:
-            yield dice
+        yield watched(device)
 
 
 def devices_of(device: torch.device) -> list[torch.device]:

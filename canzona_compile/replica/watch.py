@@ -18,9 +18,7 @@ from canzona_compile.replica.leaves import CONTAINERS
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
 from canzona_compile.tensors import any_attributes, other_attributes, plain_attributes
 
-MOST_REHEARSALS = (
-    3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
-)
+MOST_REHEARSALS = 3  # for changes of one attribute: one that changes on every step, such as a log, must not cost more
 A_DICT = ("a dict",)  # stands before the entries of a dict in a list; a tuple, so that it counts as a constant
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
@@ -66,16 +64,16 @@ class ChangeWatch:
         self._last = now
         of_optimizer = [place for place in places if not place.startswith(OF_PARAMETERS)]
         own = vars(self.optimizer)
-        plain = {name for name, value in own.items() if isinstance(value, ATOMS)}  # which residents get
+        plain = {name for name, value in own.items() if isinstance(value, ATOMS)}  # which own objects get
         self._deep += [p for p in of_optimizer if p not in plain and not p.startswith("defaults")]
         unfollowed = [p for p in places if p.startswith(OF_PARAMETERS) or not is_number(now.get(p))]
         names = {name_of(place) for place in unfollowed}
         self._changes.update(names)
         return bool(of_optimizer), any(self._changes[name] <= MOST_REHEARSALS for name in names)
 
-    def check_followed(self, resident: bool) -> None:
-        """Raise if residents cannot follow what changed. They get attributes that are plain values, and no others."""
-        if resident and self._deep:
+    def check_followed(self, own_objects: bool) -> None:
+        """Raise if own objects cannot follow what changed. They get attributes that are plain values, and no others."""
+        if own_objects and self._deep:
             places = some(f"self.{place}" for place in self._deep)
             raise UnsupportedOptimizer(
                 f"{places} changed after the optimizer was built, but the optimizer objects of owner ranks do not "

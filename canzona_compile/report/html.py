@@ -334,7 +334,7 @@ def timeline(seconds: float, lanes: Sequence[Lane], lists: Lists) -> go.Figure:
             opacity=0.6 if buffers else 1.0,
             orientation="h",
             textposition="none",
-            hovertext=[told(event, seconds) for event, _ in found],
+            hovertext=[hover_text(event, seconds) for event, _ in found],
             customdata=[lists.setdefault(e.names, len(lists)) if e.names else -1 for e, _ in found],
         )
     height = LANE * place + 80
@@ -345,7 +345,7 @@ def timeline(seconds: float, lanes: Sequence[Lane], lists: Lists) -> go.Figure:
     return finished(figure, round(height), barmode="overlay")
 
 
-def told(event: TimelineEvent, total: float) -> str:
+def hover_text(event: TimelineEvent, total: float) -> str:
     """Say what an event is."""
     begin = format_seconds(event.begin) if event.begin else "0"
     length = event.end - event.begin

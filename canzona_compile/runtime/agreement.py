@@ -150,13 +150,14 @@ class Agreement:
         self.take_number()
         if len(set(texts)) == 1:
             return [by_topic] * len(texts)
-        told = [json.loads(text) for text in texts]
+        answers = [json.loads(text) for text in texts]
         for topic in filter(TOPICS.__contains__, by_topic):
-            if len({own.get(topic) for own in told}) > 1:
+            if len({own.get(topic) for own in answers}) > 1:
                 if topic == "plan":
-                    told = [json.loads(text) for text in self.channel.exchange(doing, json.dumps(by_topic))]
-                raise difference(call, topic, {r: own.get(topic, "") for r, own in zip(self.ranks, told, strict=True)})
-        return told
+                    answers = [json.loads(text) for text in self.channel.exchange(doing, json.dumps(by_topic))]
+                by_rank = dict(zip(self.ranks, answers, strict=True))
+                raise disagreement(call, topic, {rank: own.get(topic, "") for rank, own in by_rank.items()})
+        return answers
 
     def share(self, text: str, error: CanzonaError | None = None) -> list[str]:
         """Gather a text from every rank, in their order. This is a collective on the host."""
@@ -182,17 +183,17 @@ class Agreement:
             self.channel.interrupt(error)
 
 
-def difference(call: str, topic: str, found: Mapping[int, str]) -> CanzonaError:
+def disagreement(call: str, topic: str, found: Mapping[int, str]) -> CanzonaError:
     """The error that all ranks raise whose texts of a topic differ."""
     bare = ("no gradient", "every gradient", "new code")
     if topic == "change" and all(own.startswith(bare) for own in found.values() if own):
         topic = "present" if any(own.startswith("no gradient") for own in found.values()) else topic
     own = TOPICS[topic]
     said = "; ".join(f"rank {rank}: {text or 'no change'}" for rank, text in found.items())
-    return own.kind(own.problem.format(call=call, said=said, line=first_difference(found)), hint=own.hint)
+    return own.kind(own.problem.format(call=call, said=said, line=first_differing_line(found)), hint=own.hint)
 
 
-def first_difference(found: Mapping[int, str]) -> str:
+def first_differing_line(found: Mapping[int, str]) -> str:
     """The first line in which the text of a rank differs from that of the first one, for an error message."""
     (first, text), *others = found.items()
     base = text.splitlines()

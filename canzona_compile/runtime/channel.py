@@ -53,11 +53,12 @@ class Notice(NamedTuple):
     Attributes:
         doing: the call, and the optimizer or the model that it concerns.
         failure: the error that keeps the rank from the call; empty if none does.
+        details: what ranks compare of the call.
     """
 
     doing: str
     failure: str
-    told: str
+    details: str
 
 
 class Promise(Protocol):
@@ -98,7 +99,7 @@ class Announcement:
                 channel.watch.wait(channel.largest(self._values, stage))
             largest, smallest = self._values.tolist()
             if largest == -smallest:
-                self._answers = [self._entry.told] * len(channel.ranks)
+                self._answers = [self._entry.details] * len(channel.ranks)
             else:
                 self._read(channel)
         self._finished = True
@@ -106,7 +107,7 @@ class Announcement:
     def _read(self, channel: Channel) -> None:
         texts = channel.gather(json.dumps(self._entry))
         found = {rank: Notice(*json.loads(text)) for rank, text in zip(channel.ranks, texts, strict=True)}
-        self._answers = [entry.told for entry in found.values()]
+        self._answers = [entry.details for entry in found.values()]
         if self._error is not None:
             return
         for rank, entry in found.items():
@@ -121,7 +122,7 @@ class Announcement:
             )
 
     def result(self) -> list[str]:
-        """Wait for the other ranks, and return what each of them told, in their order."""
+        """Wait for the other ranks, and return what each of them announced, in their order."""
         self.finish()
         if self._error is not None:
             self._channel.complete()  # a rank that announced something else may have done so already
@@ -195,7 +196,7 @@ class Channel:
 
     # -- announcements -------------------------------------------------------------------------------
 
-    def start(self, doing: str, told: str = "", error: CanzonaError | None = None) -> Announcement:
+    def start(self, doing: str, details: str = "", error: CanzonaError | None = None) -> Announcement:
         """Start to announce a call, with details that the caller compares, or the error that keeps this rank from it.
 
         The caller has to ask for the result before it begins collectives.
@@ -207,14 +208,14 @@ class Channel:
             self._note(None)
         self._notes = {note for note in self._notes if note[0] == self.announced}  # no rank is later than this
         self.announced += 1
-        self._last = Announcement(self, Notice(doing, str(error or ""), told), error)
+        self._last = Announcement(self, Notice(doing, str(error or ""), details), error)
         if len(self.groups) > 1:  # no thread starts the second stage for ranks that do other things before they ask
             self._last.finish()
         return self._last
 
-    def exchange(self, doing: str, told: str = "", error: CanzonaError | None = None) -> list[str]:
+    def exchange(self, doing: str, details: str = "", error: CanzonaError | None = None) -> list[str]:
         """Announce something and wait for all ranks; see `start` and `Announcement.result`."""
-        return self.start(doing, told, error).result()
+        return self.start(doing, details, error).result()
 
     def complete(self, apart_from: Any = None) -> None:
         """Complete the collectives that earlier announcements promised, so that no rank waits for them."""

@@ -73,7 +73,7 @@ def shifted(values: Tensor, by: int) -> Tensor:
     return found
 
 
-def difference(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]) -> RankMismatch | None:
+def unequal_copy(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]) -> RankMismatch | None:
     """The error that names the first parameter of which ranks hold unequal copies, by the digests of each rank.
 
     A gradient that only some ranks have is not a difference: that is found where ranks compare what they have.

@@ -73,19 +73,19 @@ class Meeting:
         self._index = 0  # the number of the next meeting
         self._since = 0  # the number of the first meeting whose verdict may still be in the store
 
-    def arrive(self, told: str) -> None:
+    def arrive(self, intent: str) -> None:
         """Tell the others that this rank has come, and what for, which is not empty."""
         while self._verdict():
             self._index += 1
-        self.store.set(self._key(self.rank), told)
+        self.store.set(self._key(self.rank), intent)
         self._came = self._attendance(self._index)
         if self._came.come():
             self._vote(self._met())
 
-    def wait(self, told: str, purpose: Purpose) -> None:
+    def wait(self, intent: str, purpose: Purpose) -> None:
         """After `arrive`, wait until all members have come, and compare what they came for."""
         try:
-            verdict = self._await(told)
+            verdict = self._await(intent)
         except BaseException:  # an interrupt, too: the others must not take this rank for one that goes on
             self.withdraw()
             raise
@@ -114,15 +114,15 @@ class Meeting:
                 return
         self._index += 1
 
-    def _await(self, told: str) -> str:
+    def _await(self, intent: str) -> str:
         """Wait for the verdict of a meeting that this rank has come to."""
         deadline, pause = time.monotonic() + PATIENCE.total_seconds(), 0.0005
         while True:
             self._hear()
             verdict = self._verdict()
             if str(self.rank) in verdict.split(", ") and not verdict.startswith(MET):
-                self.arrive(told)  # the others gave up just before this rank came
-                return self._await(told)
+                self.arrive(intent)  # the others gave up just before this rank came
+                return self._await(intent)
             if verdict:
                 return verdict
             if time.monotonic() > deadline:
@@ -169,14 +169,14 @@ def pause_of(ranks: Ranks) -> float:
     return max(0.02, 1e-4 * len(ranks))
 
 
-def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: Purpose) -> None:
+def meet_all(intents: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: Purpose) -> None:
     """Wait until all ranks have come that a call needs, before it begins collectives.
 
-    `told` has a text per set of ranks: what this rank means to do with them.
+    `intents` has a text per set of ranks: what this rank means to do with them.
     """
     # A set within another one of this rank lies within it on all of its ranks: they meet in the larger one.
-    sets = [ranks for ranks in sorted(told) if not any(set(ranks) < set(other) for other in told)]
-    waiting = [(meeting_of(r), f"{purpose.call}\n{hashlib.sha256(told[r].encode()).hexdigest()}") for r in sets]
+    sets = [ranks for ranks in sorted(intents) if not any(set(ranks) < set(other) for other in intents)]
+    waiting = [(meeting_of(r), f"{purpose.call}\n{hashlib.sha256(intents[r].encode()).hexdigest()}") for r in sets]
     try:
         for meeting, own in waiting:
             meeting.arrive(own)

@@ -17,7 +17,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.runtime.agreement import PLANNING, Agreement, Details
 from canzona_compile.runtime.channel import Channel, Ranks, channel_of, hash_of
-from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
+from canzona_compile.runtime.equal_copies import Copy, Digest, digests, unequal_copy
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.waiter import Waiter
@@ -122,7 +122,7 @@ class Agreements:
                 continue
             texts = map(json.loads, agreement.share(json.dumps(mine)))
             found = {r: {n: Digest(*d) for n, d in t.items()} for r, t in zip(agreement.ranks, texts, strict=True)}
-            error = difference(shared, found)
+            error = unequal_copy(shared, found)
         if error is not None:
             raise error
 

@@ -46,9 +46,9 @@ class Cells:
             return self._step_object(task, param, grad), {}
         own = whole_copy(param, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
         state = self.store.eager_state(task)
-        with watched(param.device) as dice:
-            new = step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], own, state)
-        if dice.drew_random:
+        drew = watched(param.device)
+        new = step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], own, state)
+        if drew():
             self._check_draws(task)
         return new, state
 
@@ -93,7 +93,7 @@ class Cells:
             elif state or spec not in tried:
                 tried.add(spec)
                 made = self._made(task, bound)
-                if state and not alike(state, made.optimizer.state.get(made.param) or {}):
+                if state and not same_values(state, made.optimizer.state.get(made.param) or {}):
                     raise CanzonaError(
                         "the plain optimizer has already stepped, and its state cannot be moved to the optimizer "
                         "objects of owner ranks",
@@ -120,7 +120,7 @@ class Cells:
         return own.step(param, grad)
 
 
-def alike(state: dict[str, Any], made: dict[str, Any]) -> bool:
+def same_values(state: dict[str, Any], made: dict[str, Any]) -> bool:
     """Tell whether the state of a parameter is what an object's constructor makes; None is what others hold."""
     one, two = (pytree.tree_flatten(dict(s)) for s in (state, made))
     return one[1] == two[1] and all(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.compat.telling import tell
-from canzona_compile.eager.publish import Shadow
+from canzona_compile.eager.cell import Shadow
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer
@@ -107,10 +107,10 @@ class StepDriver:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]  # for which the plan was made
         self.gradients = StepGradients(capture, plan)
         self.store = StateStore(optimizer, plan, self.gradients, groups, rank, watch)
-        self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
+        self.variants = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
         self._cells = Cells(capture, self.store)
-        sources = Sources(device, groups, watch, self.store, self.cohorts, self._cells)
+        sources = Sources(device, groups, watch, self.store, self.variants, self._cells)
         self.maker = ProgramMaker(options, observers, self.store, sources)
         self.programs = ProgramCache(self.maker.of_variants)
         self.first_buffers = 0
@@ -222,15 +222,15 @@ class StepDriver:
 
     def _consult(self, ready: Names) -> None:
         """Ask which variants these tasks take on this step; may raise Untraceable."""
-        self.cohorts.consult(ready, self.gradients.found)
-        self._assignment = self.cohorts.assignment
+        self.variants.consult(ready, self.gradients.found)
+        self._assignment = self.variants.assignment
         shared = self._shared.__contains__
         common = ((name, label, tuple(filter(shared, names))) for name, label, names in self._assignment)
         self._shared_assignment = tuple(part for part in common if part[2])
 
     def numbers(self) -> dict[Ranks, str]:
         """Describe the numbers that the next step reads, for each set of ranks that shares tasks."""
-        return self._numbers.text(self.cohorts.current)
+        return self._numbers.text(self.variants.current)
 
     def facing(self) -> tuple[object, ...]:
         """What the next step is, as `look` found it: two that are equal are the same step."""
@@ -263,7 +263,7 @@ class StepDriver:
             self._run(program)
             if self._audit is not None:
                 self._audit.after(expected)
-            self.cohorts.show_counters()
+            self.variants.show_counters()
             self.store.interpreted(ready)
         if fresh:
             self._first_steps(fresh)

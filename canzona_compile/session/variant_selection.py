@@ -179,7 +179,7 @@ class VariantSelection:
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, elsewhere)
         if ahead and kind.variant_period is not None:
             known = kind.variant_period.ahead(known, ahead)
-        kind.recorder.put({name: known[name] for name in leaves})
+        kind.recorder.set_leaves({name: known[name] for name in leaves})
         own = {c.key: known[c] for c in self.capture.counts if c.home == "group" and c in known}
         elsewhere = {name: known[name] for name in elsewhere}
         variant, scalars = kind.recorder.consult({**self.optimizer.param_groups[group], **own}, elsewhere)
@@ -263,13 +263,13 @@ class SharedNumbers:
 def described(values: Any) -> str:
     """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out."""
     return ", ".join(
-        f"{name}={told(value)}"
+        f"{name}={value_text(value)}"
         for name, value in sorted(hypers(values).items())
         if not isinstance(value, Tensor) or value.device.type == "cpu"
     )
 
 
-def told(value: Any) -> str:
+def value_text(value: Any) -> str:
     """One value, without what differs between processes that hold equal ones: addresses, and the order of sets."""
     if isinstance(value, Tensor):
         return str(value.tolist())

@@ -191,12 +191,12 @@ def test_coupled_optimizers_do_not(kind: type[Optimizer]) -> None:
 @pytest.mark.parametrize("kind", [GlobalNorm, SharedAverage, ForeachNorm])
 def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimizer]) -> None:
     optimizer = kind(parameters())  # type: ignore[call-arg]
-    with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
+    with pytest.raises(UnsupportedOptimizer, match="updates parameters together") as caught:
         check_separable(optimizer, ParamExample(optimizer.param_groups[0], spec(6, 4), "layer.weight"))
     assert caught.value.at == "layer.weight"
 
 
-class Scales(toys.PerParameter):
+class Scales(PerParameter):
     """Reads the norms of all gradients always, and divides large matrices by their sum."""
 
     def __init__(self, params: list[Any], most: float) -> None:
@@ -231,7 +231,7 @@ def test_sizes_that_no_memory_holds_are_stepped(make: Callable[[list[Any]], Opti
 
 def test_numbers_that_are_read_count_where_they_are_used() -> None:
     assert not separable(Scales(huge(), math.inf)), "a number on the host has no labels"
-    with pytest.raises(UnsupportedOptimizer, match="couples parameters"):
+    with pytest.raises(UnsupportedOptimizer, match="updates parameters together"):
         separable(Scales(huge(), 750_000_000))
 
 

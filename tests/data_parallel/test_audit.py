@@ -90,7 +90,7 @@ def wrong_bit() -> tuple[int, str]:
 def test_what_begins_after_the_rehearsal_is_found() -> None:
     for good, says in run(2, begins_late, fresh=True):
         assert 40 <= good < 50, says
-        assert "couples parameters" in says
+        assert "updates parameters together" in says
 
 
 @pytest.mark.ranks

@@ -153,8 +153,8 @@ def follow(plan: Any) -> tuple[list[str], dict[str, int], str]:
     found = compare("muon and adamw", 3, ddp=True, bucket_bytes=BUCKETS, plan=plan)
     mesh = mesh_of((2,), ("dp",))
     handle = zero1(Model(), "muon and adamw", mesh, bucket_bytes=BUCKETS, plan=plan)[0].canzona
-    owners = {part.name: part.owner for bucket in handle.joint.step.buckets for part in bucket.slices}
-    return found, {task.name: owners[task.name] for task in handle.joint.step.tasks}, handle.plan().fingerprint
+    owners = {part.name: part.owner for bucket in handle.model_plan.step.buckets for part in bucket.slices}
+    return found, {task.name: owners[task.name] for task in handle.model_plan.step.tasks}, handle.plan().fingerprint
 
 
 @pytest.mark.ranks

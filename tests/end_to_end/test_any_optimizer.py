@@ -237,7 +237,7 @@ def test_what_breaks_the_contract_is_refused_with_the_line(kind: type[Optimizer]
     with pytest.raises(UnsupportedOptimizer) as caught:
         wrapped.step()
     assert why in str(caught.value)
-    assert re.search(r"this breaks line \d of the contract", str(caught.value))
+    assert re.search(r"this breaks line \d( or \d)? of the contract", str(caught.value))
 
 
 def test_caches_of_an_optimizer_are_no_counters() -> None:

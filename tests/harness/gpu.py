@@ -24,7 +24,6 @@ ONLY_ON_A_GPU = {
     "test_a_sharded_model_on_nccl": "it needs NCCL",
     "test_a_recording_that_fails_leaves_the_device_as_it_was": "it is about torch's allocator and random generator",
     "test_other_values_are_no_reason_to_compile_again": "it is about compiled kernels",
-    "test_a_cuda_graph_replays_with_other_scalars": "it is about compiled kernels",
     "test_the_tuner_refuses_no_candidate": "it is about compiled kernels",
 }
 

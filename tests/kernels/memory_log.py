@@ -31,13 +31,12 @@ class MemoryLog:
     read: list[tuple[int, Places]] = field(default_factory=list)
     written: list[tuple[int, Places]] = field(default_factory=list)
 
-    def wrong(self, operands: Sequence[Tensor], result: Tensor, scalars: Sequence[Tensor] = ()) -> list[str]:
+    def wrong(self, operands: Sequence[Tensor], result: Tensor) -> list[str]:
         """Say what is wrong with the accesses of one launch.
 
         Args:
             operands: what may be read.
             result: of which each element has to be written once. A program may read what it writes, others may not.
-            scalars: 0-d tensors that may be read.
         """
         found = []
         places, programs = joined(self.written)
@@ -51,7 +50,7 @@ class MemoryLog:
             if len(own):
                 found.append(f"{len(own)} {what}")
         reads, readers = joined(self.read)
-        allowed = np.unique(np.concatenate([elements(x) for x in (*operands, *scalars)]))
+        allowed = np.unique(np.concatenate([elements(x) for x in operands]))
         outside = np.setdiff1d(reads, allowed)
         if len(outside):
             found.append(f"{len(outside)} reads outside of the operands")

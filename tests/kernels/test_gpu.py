@@ -107,21 +107,6 @@ def test_whole_numbers_are_exact(choice: KernelChoice, dtype: torch.dtype) -> No
     assert torch.equal(result.double(), expected)
 
 
-@each_sym
-def test_scalars_on_the_device_make_nobody_wait(choice: KernelChoice) -> None:
-    a = random(2, 256, 128, dtype=torch.bfloat16, device=DEVICE.type)
-    c = symmetric(2, 256, 256, dtype=torch.bfloat16, device=DEVICE.type, seed=1)
-    alpha, beta, diag = (torch.tensor(s, device=DEVICE.type) for s in (0.5, 2.0, -1.0))
-    sym_gemm(a, c=c, alpha=alpha, beta=beta, diag=diag, choice=choice)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        result = sym_gemm(a, c=c, alpha=alpha, beta=beta, diag=diag, choice=choice)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    exact, magnitude = product(a, None, c, 0.5, 2.0, -1.0)
-    close(result, exact, magnitude * slack(choice, torch.bfloat16))
-
-
 @pytest.mark.parametrize("choice", [c for c in choices("sym_gemm") if c.tile], ids=name_of)
 def test_other_values_are_no_reason_to_compile_again(choice: KernelChoice) -> None:
     from canzona_compile.kernels.sym_gemm_triton import sym_gemm_pointer, sym_gemm_tma
@@ -164,21 +149,6 @@ def test_axpby(choice: KernelChoice, dtype: torch.dtype, shape: tuple[int, int, 
     product_, sizes = (v @ f, v.abs() @ f.abs()) if right else (f @ v, f.abs() @ v.abs())
     close(out.inner, 1.5 * v - 0.5 * product_, (1.5 * v.abs() + 0.5 * sizes) * slack(choice, dtype))
     assert out.untouched()
-
-
-@pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="needs a GPU for which there are kernels")
-def test_a_cuda_graph_replays_with_other_scalars() -> None:
-    choice = CANDIDATES["sym_gemm", ARCH][0]
-    a = random(2, 256, 128, dtype=torch.bfloat16, device=DEVICE.type)
-    alpha = torch.tensor(1.0, device=DEVICE.type)
-    out = torch.empty(2, 256, 256, dtype=torch.bfloat16, device=DEVICE.type)
-    sym_gemm(a, alpha=alpha, out=out, choice=choice)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sym_gemm(a, alpha=alpha, out=out, choice=choice)
-    alpha.fill_(0.25)
-    graph.replay()
-    close(out, *product(a, None, None, 0.25, 0, 0))
 
 
 @pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="needs a GPU for which there are kernels")

@@ -147,8 +147,8 @@ class Lowering:
             named = [replace(s, optimizer=kind) for s, (kind, _) in zip(steps, self.begun.members, strict=True)]
             return LoweredPlan(owned, in_sequence(named))
         ranks = data_parallel_ranks(self.mesh)
-        joint, _ = run(owned, zero1_passes(ranks, self.bucket_bytes, frozenset(), ranks[0]))
-        return LoweredPlan(owned, schedule_of(joint, [names for _, names in self.begun.members], options))
+        step, _ = run(owned, zero1_passes(ranks, self.bucket_bytes, frozenset(), ranks[0]))
+        return LoweredPlan(owned, schedule_of(step, [names for _, names in self.begun.members], options))
 
 
 def data_parallel_ranks(mesh: Mesh) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def distance(found: object, expected: object) -> Distance:
     """Compare two leaves: tensors by their bits, everything else by `==`."""
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         return between(found, expected)
-    if isinstance(found, Tensor) or isinstance(expected, Tensor) or not same(found, expected):
+    if isinstance(found, Tensor) or isinstance(expected, Tensor) or not equal_values(found, expected):
         return unlike(f"{brief(found)}, expected {brief(expected)}")
     return EQUAL
 
@@ -136,7 +136,7 @@ def is_nan(values: Tensor) -> Tensor:
     return (values.float() if values.dtype.itemsize == 1 else values).isnan()
 
 
-def same(found: object, expected: object) -> bool:
+def equal_values(found: object, expected: object) -> bool:
     """`==`, with NaN equal to itself. Values that `==` cannot compare are equal if their texts are."""
     try:
         return bool(found == expected) or bool(found != found and expected != expected)
