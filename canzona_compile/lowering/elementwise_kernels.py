@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from canzona_compile.codegen.expressions import Expressions, copying, expressions
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.source import Expressions, PointwiseProgram, copying, expressions
 from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import outputs, placeholders, subgraph, tensor_value

@@ -18,8 +18,7 @@ from canzona_compile.tools.output import check_output, show, write
 from canzona_compile.tools.processes import run_ranks
 from canzona_compile.tools.profiling.rank_profile import RankProfile, run_profiled
 from canzona_compile.tools.profiling.real_trace import real_trace
-from canzona_compile.tools.verification.check import check_arguments
-from canzona_compile.tools.verification.command import add_run_arguments, run_arguments
+from canzona_compile.tools.verification.check import add_run_arguments, check_arguments, run_arguments
 from canzona_compile.tools.verification.layouts import LayoutName
 from canzona_compile.tools.verification.user_model import Build, name_of, packed
 from canzona_compile.tools.verification.workers import Order

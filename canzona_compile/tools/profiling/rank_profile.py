@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from canzona_compile.compat.telling import tell
@@ -24,20 +22,9 @@ from canzona_compile.tools.verification.workers import Order, by_names_of_the_mo
 
 # Steps: the first is eager, the second is the first one of its program. As many more follow as are measured.
 WARM_UP = 3
-ROUNDS = 20  # in which a rank asks the first one for its time; the fastest counts
-HOW = "each rank asks rank 0 for its time, and takes the fastest of 20 answers as of half-way"
 
 
-@dataclass(frozen=True, slots=True)
-class RankTransfer:
-    """An exchange that a rank takes part in.
-
-    Attributes:
-        sent: bytes that this rank sends to others.
-    """
-
-    team: tuple[int, ...]
-    sent: int
+Transfer = tuple[tuple[int, ...], int]  # an exchange: the ranks that take part, and the bytes that this one sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +37,8 @@ class RankProfile:
 
     rank: int
     steps: tuple[MeasuredStep, ...]
-    transfers: tuple[Mapping[tuple[int, str], RankTransfer], ...]
+    transfers: tuple[Mapping[tuple[int, str], Transfer], ...]
     computed: tuple[Mapping[int, tuple[str, ...]], ...]
-    offset: ClockOffset
     report: Report | None
     fingerprint: str
 
@@ -78,19 +64,17 @@ def run_profiled(rank: int, order: Order) -> RankProfile:
         raise CanzonaError(
             "the last step made a new plan, so no step of the old plan is left to show", hint="measure more steps"
         )
-    offset = offset_to_first()
     return RankProfile(
         rank=rank,
         steps=found.own,
         transfers=tuple({} if step is None else transfers(step, rank) for step in found.steps),
         computed=tuple({} if step is None else computed(step, rank) for step in found.steps),
-        offset=offset,
         report=optimizer.canzona.report() if rank == 0 else None,
         fingerprint=optimizer.canzona.plan().fingerprint,
     )
 
 
-def transfers(step: Step, rank: int) -> dict[tuple[int, str], RankTransfer]:
+def transfers(step: Step, rank: int) -> dict[tuple[int, str], Transfer]:
     """Find the exchanges of a step that a rank takes part in, by micro-group and phase."""
     found = {}
     for group in step.micro_groups:
@@ -102,7 +86,7 @@ def transfers(step: Step, rank: int) -> dict[tuple[int, str], RankTransfer]:
             team = next(team for team in teams(grid, Phase(exchange.phase)) if at in team)
             sent = sum(exchange.block(at, other)[1] for other in team if other != at)
             ranks = tuple(grid.ranks[r][s] for r, s in team)
-            found[group.index, str(exchange.phase)] = RankTransfer(ranks, sent)
+            found[group.index, str(exchange.phase)] = ranks, sent
     return found
 
 
@@ -115,37 +99,3 @@ def computed(step: Step, rank: int) -> dict[int, tuple[str, ...]]:
         if rank in grid.members():
             found[group.index] = tuple(t.name for t in tasks if t.owner in (None, grid.find(rank)))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class ClockOffset:
-    """The clock of the first rank less that of this one.
-
-    Attributes:
-        bound: seconds by which it may be wrong: half the time that the answer took.
-    """
-
-    seconds: float
-    bound: float
-
-
-def offset_to_first() -> ClockOffset:
-    """Compare the clock of this rank with that of rank 0, one rank after the other. A collective of all ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    best = ClockOffset(0.0, 0.0 if rank == 0 else float("inf"))
-    for other in range(1, ranks):
-        dist.barrier()
-        for _ in range(ROUNDS if rank in (0, other) else 0):
-            if rank == 0:
-                asked = torch.zeros(1, dtype=torch.float64, device="cpu")
-                dist.recv(asked, other)
-                dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu"), other)
-                continue
-            answer = torch.zeros(1, dtype=torch.float64, device="cpu")
-            begin = time.perf_counter()
-            dist.send(torch.zeros(1, dtype=torch.float64, device="cpu"), 0)
-            dist.recv(answer, 0)
-            end = time.perf_counter()
-            if (end - begin) / 2 < best.bound:
-                best = ClockOffset(float(answer) - (begin + end) / 2, (end - begin) / 2)
-    return best

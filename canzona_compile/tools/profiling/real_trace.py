@@ -1,7 +1,7 @@
 """Measured steps as a trace, in the form of a forecast's: a process per rank, a thread per stream.
 
-Clocks are those of rank 0. The collectives of a step are spans of their own from their start to the end of the wait,
-joined by arrows among the ranks that take part.
+All ranks are on this machine and read one clock. The collectives of a step are spans of their own from their start to
+the end of the wait, joined by arrows among the ranks that take part.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from canzona_compile.machine.hardware import Hardware
-from canzona_compile.simulation.figures import COMPUTE, NODE, Simulation, Span
+from canzona_compile.simulation.engine import COMPUTE, NODE, Simulation, Span
 from canzona_compile.tools.planning.trace import written
-from canzona_compile.tools.profiling.rank_profile import HOW, RankProfile
+from canzona_compile.tools.profiling.rank_profile import RankProfile
 
 START, WAIT = "start ", "wait "
 
@@ -26,7 +26,6 @@ def real_trace(profiles: Sequence[RankProfile], model: str, optimizer: str, hard
     moved = [replace(span, start=span.start - begin, end=span.end - begin) for span in found]
     seconds = max((span.end for span in moved), default=0.0)
     ranks = tuple(sorted(own.rank for own in profiles))
-    bound = max((own.offset.bound for own in profiles), default=0.0)
     return written(
         Simulation(seconds, (), ranks, tuple(sorted(moved, key=lambda s: (s.rank, s.start, s.stream))), ()),
         hardware,
@@ -35,27 +34,26 @@ def real_trace(profiles: Sequence[RankProfile], model: str, optimizer: str, hard
             "model": model,
             "optimizer": optimizer,
             "ranks": len(ranks),
-            "clock": f"that of rank 0, within {bound * 1e6:.0f} us: {HOW}",
         },
     )
 
 
 def spans_of(profile: RankProfile, flows: dict[tuple[Any, ...], int]) -> Iterator[Span]:
-    """Yield what a rank did, and below it its collectives, by the clock of rank 0."""
-    rank, offset = profile.rank, profile.offset.seconds
+    """Yield what a rank did, and below it its collectives."""
+    rank = profile.rank
     for number, step in enumerate(profile.steps):
         begun: dict[tuple[int, str], float] = {}
         for own in step.spans:
-            start, end = own.start + offset, own.end + offset
             names = profile.computed[number].get(own.group, ()) if own.act == "compute" else ()
-            yield Span(rank, COMPUTE, own.act.replace(START, "begin "), own.group, start, end, names)
+            yield Span(rank, COMPUTE, own.act.replace(START, "begin "), own.group, own.start, own.end, names)
             phase = own.act.removeprefix(START).removeprefix(WAIT)
             transfer = profile.transfers[number].get((own.group, phase))
             if transfer is None:
                 continue
             if own.act.startswith(START):
-                begun[own.group, phase] = start
+                begun[own.group, phase] = own.start
             elif (own.group, phase) in begun:
-                flow = flows.setdefault((number, own.group, phase, transfer.team), len(flows))
+                team, sent = transfer
+                flow = flows.setdefault((number, own.group, phase, team), len(flows))
                 first = begun.pop((own.group, phase))
-                yield Span(rank, NODE, f"{START}{phase}", own.group, first, end, (), transfer.sent, flow)
+                yield Span(rank, NODE, f"{START}{phase}", own.group, first, own.end, (), sent, flow)
