@@ -17,9 +17,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.runtime.step_clock import ActSpan, MeasuredStep
 from canzona_compile.simulation.engine import COMPUTE, NODE
-from canzona_compile.tools.profiling.profile import StepProfile, profile
-from canzona_compile.tools.profiling.rank_profile import RankProfile
-from canzona_compile.tools.profiling.real_trace import real_trace, spans_of
+from canzona_compile.tools.profile import RankProfile, StepProfile, profile, real_trace, spans_of
 from tests.tools.test_trace import checker, events
 from tests.tools.user_builds import muon, square_muon
 
