@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from acceptance.step import AcceptedMachine
-from canzona_compile.tools.processor import this_processor
+from canzona_compile.machine.hardware import this_processor
 
 ROOT = Path(__file__).parents[1]  # of the repository
 # What a bare machine may lack: for tests, for tests side by side, pages in a terminal, two comparisons.

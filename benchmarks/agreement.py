@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, host_group
+from canzona_compile.machine.hardware import this_processor
 from canzona_compile.runtime import channel
-from canzona_compile.tools.processor import this_processor
 
 ONCE, TWICE = "all-reduce", "rows and columns"
 THOUSAND = 1024  # ranks of the model

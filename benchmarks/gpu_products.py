@@ -20,7 +20,7 @@ from canzona_compile.kernels.dispatch import Launch, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.tools.calibration.clock import NO_CUDA, Clock, Work, graphed
-from canzona_compile.tools.tuning.command import named
+from canzona_compile.tools.tune import named
 from gpu_clock import Ceilings, Extent, compared, going_on, in_turn, plain
 from gpu_others import newton_schulz_of_others, others_of
 

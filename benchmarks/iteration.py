@@ -26,7 +26,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from canzona_compile.tools.processor import this_processor
+from canzona_compile.machine.hardware import this_processor
 from iteration_variants import PHASES, PLAIN, Variant, make_variants, same_bits
 from latency_results import Spread, spread
 from latency_traffic import TrafficCounter

@@ -22,8 +22,7 @@ from rich.table import Table
 import canzona_compile
 from canzona_compile.ownership.alpha import AlphaBalanced, static_start
 from canzona_compile.ownership.buffer import Shards, length, rows_of
-from canzona_compile.ownership.greedy import Rows
-from canzona_compile.ownership.jobs import NOTHING, Job, imbalance, loads
+from canzona_compile.ownership.jobs import NOTHING, Job, Rows, imbalance, loads
 from canzona_compile.ownership.lpt import TwoStageLpt
 
 DATA = Path(canzona_compile.__file__).parent / "data" / "qwen3.json"

@@ -31,9 +31,8 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from canzona_compile.machine.hardware import Hardware, named_hardware
+from canzona_compile.machine.hardware import Hardware, named_hardware, this_processor
 from canzona_compile.tools.calibration.calibrate import calibrate, processors
-from canzona_compile.tools.processor import this_processor
 from latency_cases import CASES
 from latency_variants import REPLICATED
 from validation_rounds import QUIET, Comparison, compare_case

@@ -35,7 +35,7 @@ import canzona_compile
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from canzona_compile.tools.processor import this_processor
+from canzona_compile.machine.hardware import this_processor
 from optimizers.shampoo import Shampoo
 from optimizers.soap import SOAP
 

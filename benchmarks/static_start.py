@@ -9,8 +9,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Pass
 from canzona_compile.ownership.alpha import static_start
 from canzona_compile.ownership.buffer import rows_of
-from canzona_compile.ownership.greedy import within_rows
-from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank
+from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, within_rows
 from canzona_compile.passes import AssignOwners, planning_passes
 
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.ir.options import StrategyOption
-from canzona_compile.tools.processor import this_processor
+from canzona_compile.machine.hardware import this_processor
 from latency_cases import CASES, QWEN, QWEN_HOST
 from latency_optimizers import OPTIMIZERS
 from latency_results import SCHEMA, Results

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.data_parallel.collectives import ALL_GATHER, REDUCE_SCATTER
-from canzona_compile.tools.processor import this_processor
+from canzona_compile.machine.hardware import this_processor
 
 Way = Callable[[], object]
 

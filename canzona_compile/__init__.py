@@ -8,7 +8,7 @@ muon = canzona_compile.wrap(torch.optim.Muon(matrices, lr=2e-2))  # or any optim
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from canzona_compile.compat.logs import set_up
+from canzona_compile.compat.telling import set_up
 
 if TYPE_CHECKING:  # `__getattr__` below imports these
     from canzona_compile.api.chain import Chain, chain

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from canzona_compile import __version__
-from canzona_compile.compat.logs import set_up
+from canzona_compile.compat.telling import set_up
+from canzona_compile.tools import profile as profiling
+from canzona_compile.tools import tune as tuning
 from canzona_compile.tools.calibration import calibrate as calibration
 from canzona_compile.tools.output import exit_code
 from canzona_compile.tools.planning import command as planning
-from canzona_compile.tools.profiling import profile as profiling
-from canzona_compile.tools.tuning import command as tuning
-from canzona_compile.tools.verification import command as verify
+from canzona_compile.tools.verification import check as verify
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import fx
 from canzona_compile.ir.compiled_call import CompiledCall, opened
 from canzona_compile.ir.fx_utils import is_operator, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.product_at import operator_of
+from canzona_compile.ir.program_ops import operator_of
 from canzona_compile.ir.step import Template, Wire
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 

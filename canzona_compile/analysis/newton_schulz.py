@@ -116,12 +116,9 @@ def chains(graph: fx.Graph) -> tuple[ProductChain, ...]:
 def linked(step: Iterate, after: Mapping[fx.Node, Iterate]) -> bool:
     """Whether another iterate begins with the result of this one, and nothing else reads that result."""
     following = after.get(step.after)
-    return following is not None and following.flipped == step.flipped and only_inside(step.after, following)
-
-
-def only_inside(node: fx.Node, step: Iterate) -> bool:
-    """Whether all nodes that read a value belong to one iterate."""
-    return ancestors([step.after], stop={node}).issuperset(node.users)
+    if following is None or following.flipped != step.flipped:
+        return False
+    return ancestors([following.after], stop={step.after}).issuperset(step.after.users)
 
 
 def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:

@@ -61,19 +61,13 @@ def task_seconds(placed: Placed, machine: Machine, ranks: tuple[int, ...]) -> fl
 # -- what a micro-group asks of its ranks ------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TaskWork:
-    """What one task costs the rank that computes it: FLOPs, bytes that it receives and bytes that it sends."""
-
-    flops: int
-    up: int
-    down: int
+TaskWork = tuple[int, int, int]  # what a task costs the rank that computes it: FLOPs, bytes received and bytes sent
 
 
 def weights(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[str, TaskWork]:
     """The weights of tasks, by name of a cut."""
     cuts = (placed[name] for name in {task.placed for task in tasks})
-    return {p.name: TaskWork(p.flops, bytes_of_wires(p.gather), bytes_of_wires(p.scatter)) for p in cuts}
+    return {p.name: (p.flops, bytes_of_wires(p.gather), bytes_of_wires(p.scatter)) for p in cuts}
 
 
 class GridLoad:
@@ -91,18 +85,15 @@ class GridLoad:
         self.down: dict[object, int] = {None: 0}
 
     def add(self, task: Task) -> None:
-        weight, owner = self.known[task.placed], task.owner
-        self.flops[owner] = self.flops.get(owner, 0) + weight.flops
-        self.up[owner] = self.up.get(owner, 0) + weight.up
-        self.down[owner] = self.down.get(owner, 0) + weight.down
+        for total, amount in zip((self.flops, self.up, self.down), self.known[task.placed], strict=True):
+            total[task.owner] = total.get(task.owner, 0) + amount
 
     def with_(self, task: Task) -> tuple[int, int]:
         """FLOPs and bytes gathered of the busiest rank that computes `task`, if `task` is added."""
-        weight, owner = self.known[task.placed], task.owner
+        (flops, up, _), owner = self.known[task.placed], task.owner
         if owner is None:
-            return busiest(self.flops) + weight.flops, busiest(self.up) + weight.up
-        flops, up = self.flops.get(owner, 0), self.up.get(owner, 0)
-        return flops + self.flops[None] + weight.flops, up + self.up[None] + weight.up
+            return busiest(self.flops) + flops, busiest(self.up) + up
+        return self.flops.get(owner, 0) + self.flops[None] + flops, self.up.get(owner, 0) + self.up[None] + up
 
 
 def busiest(by_owner: Mapping[object, N]) -> N:
@@ -220,30 +211,6 @@ def load_of(
     )
 
 
-# -- one processor and one link ----------------------------------------------------------------
-
-
-class BusiestRank:
-    """One processor and one link. Each does one thing at a time, in the order in which it is asked to.
-
-    Attributes:
-        processor, link: seconds from the begin of the step until which each of them is busy.
-    """
-
-    def __init__(self) -> None:
-        self.processor = self.link = 0.0
-
-    def compute(self, seconds: float, since: float = 0.0) -> float:
-        """Keep the processor busy for `seconds`, from `since` at the earliest, and return the time of the end."""
-        self.processor = max(self.processor, since) + seconds
-        return self.processor
-
-    def transfer(self, seconds: float, since: float = 0.0) -> float:
-        """Keep the link busy for `seconds`, from `since` at the earliest, and return the time of the end."""
-        self.link = max(self.link, since) + seconds
-        return self.link
-
-
 def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> float:
     """Predict the time of a step that is not scheduled yet.
 
@@ -257,12 +224,14 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
         times.append((up, g.compute_flops / rates.flops + g.launches + g.uneven, down))
     if not rates.overlap or depth == 1:
         return float(sum(map(sum, times)))
-    rank = BusiestRank()
+    processor = link = 0.0  # seconds from the begin of the step until which each is busy, with one thing at a time
     computed: list[float] = []
     for i, (up, work, _) in enumerate(times):
         if i >= depth:  # it reuses the buffers of micro-group i - depth, which must be scattered first
-            rank.transfer(times[i - depth][2], since=computed[i - depth])
-        computed.append(rank.compute(work, since=rank.transfer(up)))
+            link = max(link, computed[i - depth]) + times[i - depth][2]
+        link += up
+        processor = max(processor, link) + work
+        computed.append(processor)
     for i in range(max(0, len(times) - depth), len(times)):
-        rank.transfer(times[i][2], since=computed[i])
-    return rank.link
+        link = max(link, computed[i]) + times[i][2]
+    return link

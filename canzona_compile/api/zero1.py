@@ -31,8 +31,8 @@ from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, CanzonaWarning, UnsupportedLayout
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.given_layout import GivenLayout
 from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
+from canzona_compile.ir.sharding import GivenLayout
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.launch_order import keep_launch_order

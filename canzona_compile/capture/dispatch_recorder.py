@@ -34,7 +34,7 @@ from canzona_compile.capture.recording import CallPath, CallRecorder, RecordedCa
 from canzona_compile.capture.variant import Answer, StepInputs, Variant
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.compiled_call import CompiledCall
-from canzona_compile.ir.product_at import ProductAt
+from canzona_compile.ir.program_ops import ProductAt
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.tensors import storage_of

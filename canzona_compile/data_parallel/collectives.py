@@ -22,7 +22,7 @@ from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.held_works import hold
 from canzona_compile.runtime.process_groups import over_gloo
 from canzona_compile.tensors import storage_of
-from canzona_compile.views.elements import shares_memory
+from canzona_compile.views.view import shares_memory
 
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -20,8 +20,7 @@ from canzona_compile.ir.sharding import Sharding
 from canzona_compile.session.plan import BoundParam
 from canzona_compile.tensors import any_attributes, local_part, plain_attributes
 from canzona_compile.views.fragment import FragmentView
-from canzona_compile.views.pieces import PiecesView
-from canzona_compile.views.slices import SlicesView
+from canzona_compile.views.pieces import PiecesView, SlicesView
 from canzona_compile.views.view import ParamView
 
 

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
 from canzona_compile.ir.plan_file import PlanFile, read_plan
+from canzona_compile.ir.sharding import GivenLayout, LayoutOption
 from canzona_compile.ir.split import Split, splits_of
 from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.ownership import planner_named

@@ -15,7 +15,7 @@ from typing import Any
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.printer import parts, text_of
 from canzona_compile.ir.step import Step, Strategy, Task
-from canzona_compile.machine.json_text import read_json
+from canzona_compile.machine.hardware import read_json
 
 SCHEMA = 1
 KIND = "canzona plan"

@@ -14,9 +14,8 @@ from itertools import pairwise
 from typing import NoReturn
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.bucket_checks import bucketed
 from canzona_compile.ir.fx_utils import outputs
-from canzona_compile.ir.graph_checks import captured, placed, returns, sound
+from canzona_compile.ir.graph_checks import bucketed, captured, placed, returns, sound
 from canzona_compile.ir.layout import Box, Grid
 from canzona_compile.ir.step import (
     Act,

@@ -6,15 +6,14 @@ them. Work for which no kernel can be generated stays in lifted torch graphs, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from canzona_compile.codegen.expressions import Expressions, copying, expressions
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.source import Expressions, PointwiseProgram, copying, expressions
 from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import outputs, placeholders, subgraph, tensor_value
@@ -178,7 +177,7 @@ class Kernels:
             if n not in kernel.apply and name not in kernel.early.values()
         ]
         if small:
-            part = results_of(placed.apply, small)
+            part = subgraph(placed.apply, [], [outputs(placed.apply)[n] for n in small])
             writes = [placed.fragment_writes[n] for n in small]
             build = lambda: lift_apply(part, writes, placed.template.numbers, foreach=False)  # noqa: E731
             self.program.module(f"{placed.name}_counters", build, lookup)
@@ -270,9 +269,3 @@ def numbers_of(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
     """The part of a graph that computes the numbers of these nodes."""
     by_name = {n.name: n for n in graph.nodes}
     return subgraph(graph, [], [by_name[name] for name in names])
-
-
-def results_of(graph: fx.Graph, wanted: Iterable[int]) -> fx.Graph:
-    """The part of a graph that computes the results at these positions."""
-    found = outputs(graph)
-    return subgraph(graph, [], [found[i] for i in wanted])

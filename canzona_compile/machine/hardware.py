@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
+import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +20,45 @@ from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.machine.json_text import read_json
+
+KEPT = "\n\t"
+
+
+def parsed(text: str) -> Any:
+    """Parse the text of a JSON file. Characters that are not printed are spelled in its texts and names."""
+    try:
+        return printable(json.loads(text))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: Path, hint: str) -> Any:
+    """Read a JSON file."""
+    try:
+        return parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = "pass a file that exists and can be read"
+        raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path), hint=known) from error
+    except ValueError as error:
+        raise CanzonaError(f"the file is not JSON: {error}", at=str(path), hint=hint) from error
+
+
+def printable(value: Any) -> Any:
+    """Spell the characters that are not printed, such as those of escape codes, in all texts of a JSON value."""
+    match value:
+        case str():
+            return value if value.isprintable() else "".join(map(spelled, value))
+        case dict():
+            return {printable(name): printable(own) for name, own in value.items()}
+        case list():
+            return [printable(own) for own in value]
+    return value
+
+
+def spelled(character: str) -> str:
+    """Return a character, or its code if it is not printed."""
+    return character if character.isprintable() or character in KEPT else ascii(character)[1:-1]
+
 
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
@@ -329,3 +369,22 @@ def link(value: Any, name: str, at: str) -> Link:
         raise CanzonaError(f"there is no field {name}.{unknown[0]}", at=at, hint=SHOWN)
     own = {key: number(v, f"{name}.{key}", at, positive=key == "bandwidth") for key, v in value.items()}
     return Link(**own)
+
+
+# -- the processor of this machine ----------------------------------------------------------------
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def this_processor() -> str:
+    """The name of the processor: "AMD EPYC, family 25 model 17"."""
+    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    return name_in(text) or platform.processor() or platform.machine()
+
+
+def name_in(cpuinfo: str) -> str:
+    """The name in the text of /proc/cpuinfo, with numbers, as many have the same name; empty if none is there."""
+    said = {key: value.strip() for key, value in re.findall(r"^([\w ]+?)\s*: (.*)$", cpuinfo, re.MULTILINE)}
+    numbers = [f"{word} {said[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in said]
+    return ", ".join(part for part in (said.get("model name", ""), " ".join(numbers)) if part)

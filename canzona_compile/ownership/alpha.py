@@ -20,8 +20,7 @@ from canzona_compile.ownership.buffer import (
     overhang,
     rows_of,
 )
-from canzona_compile.ownership.greedy import Rows, within_rows
-from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, row_loads
+from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, Rows, row_loads, within_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Step
-from canzona_compile.machine.hardware import Hardware, hardware_of
-from canzona_compile.machine.json_text import parsed
+from canzona_compile.machine.hardware import Hardware, hardware_of, parsed
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
 from canzona_compile.session.measuring import Measurement
-from canzona_compile.simulation.figures import Span
+from canzona_compile.simulation.engine import Span
 from canzona_compile.simulation.model_passes import backward_pass, bucket_load, forward_pass
 from canzona_compile.simulation.simulate import matrices_by_rank, simulate
 

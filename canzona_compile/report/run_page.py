@@ -39,7 +39,7 @@ from canzona_compile.report.units import (
     format_shape,
     plural,
 )
-from canzona_compile.simulation.figures import COMPUTE
+from canzona_compile.simulation.engine import COMPUTE
 
 LEVELS = "▁▂▃▄▅▆▇█"  # from little to all
 MOST_LEVELS = 40  # letters

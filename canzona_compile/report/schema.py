@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from canzona_compile.ir.layout import Shape
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.session.measuring import Measurement
-from canzona_compile.simulation.figures import Span
+from canzona_compile.simulation.engine import Span
 
 
 @dataclass(frozen=True, slots=True)

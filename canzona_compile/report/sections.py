@@ -44,7 +44,7 @@ from canzona_compile.report.units import (
     format_shape,
     plural,
 )
-from canzona_compile.simulation.figures import COMPUTE, STREAMS, Span
+from canzona_compile.simulation.engine import COMPUTE, STREAMS, Span
 
 MOST_ROWS = 40  # of a table; more are summed up
 CALIBRATE = (

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from canzona_compile.codegen.launch import Laid
-from canzona_compile.codegen.step_words import StepWords
+from canzona_compile.codegen.launch import Laid, StepWords
 from canzona_compile.runtime.stretches import KernelCall
 
 

@@ -41,9 +41,8 @@ from canzona_compile.views.entries import (
     state_of_entries,
 )
 from canzona_compile.views.fragment import FragmentView
-from canzona_compile.views.given_layout import check_layout_patterns
+from canzona_compile.views.given_layout import GridRows, KnownFragments, check_layout_patterns, exchange_fragments
 from canzona_compile.views.pieces import PiecesView
-from canzona_compile.views.size_exchange import GridRows, KnownFragments, exchange_fragments
 from canzona_compile.views.view import State
 
 

@@ -23,12 +23,14 @@ from canzona_compile.simulation.engine import (
     CollectiveShare,
     ComputeOp,
     Engine,
+    Memory,
+    RankSummary,
     SimulatedOp,
     SimulatedRun,
+    Simulation,
     Start,
     Wait,
 )
-from canzona_compile.simulation.figures import Memory, RankSummary, Simulation
 from canzona_compile.simulation.traffic import Boxes, Floats, GroupTraffic, traffic
 
 MOST_SHOWN = 16  # how many ranks of a large job keep their spans

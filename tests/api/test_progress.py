@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import canzona_compile
-from canzona_compile.compat import logs
+from canzona_compile.compat import telling as logs
 from canzona_compile.compat import telling as progress
 from canzona_compile.errors import CanzonaError
 

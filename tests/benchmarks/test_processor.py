@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_compile.tools.processor import name_in, this_processor
+from canzona_compile.machine.hardware import name_in, this_processor
 from tests.harness.marks import also
 
 ROOT = Path(__file__).parents[2]

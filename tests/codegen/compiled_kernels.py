@@ -21,9 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from canzona_compile.codegen.expressions import copying, expressions
 from canzona_compile.codegen.launch import BLOCK, OPTIONS, loaded
-from canzona_compile.codegen.source import KernelForm, PointwiseProgram, source
+from canzona_compile.codegen.source import KernelForm, PointwiseProgram, copying, expressions, source
 from tests.codegen.pointwise import one_call
 from tests.harness.samples import Builder, empty
 

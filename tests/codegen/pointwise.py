@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile import passes
-from canzona_compile.codegen.expressions import expressions
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.source import PointwiseProgram, expressions
 from canzona_compile.ir.fx_utils import outputs
 from tests.harness.samples import Builder, empty
 

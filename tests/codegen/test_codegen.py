@@ -11,9 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from canzona_compile.codegen.expressions import copying, expressions
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.source import PointwiseProgram, copying, expressions
 from canzona_compile.codegen.values import Spread, Unsupported
 from canzona_compile.errors import CanzonaError
 from tests.codegen.pointwise import Work, one_call, run_grouped

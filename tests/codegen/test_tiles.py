@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from canzona_compile.codegen import launch
-from canzona_compile.codegen.expressions import copying
 from canzona_compile.codegen.launch import BLOCK, GroupedKernel
-from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.source import PointwiseProgram, copying
 from canzona_compile.codegen.tables import LEAST_BLOCKS, MOST_TILES, tiles_per_block
 
 SIZES = (1, 15, BLOCK - 1, BLOCK, BLOCK + 1, MOST_TILES * BLOCK, MOST_TILES * BLOCK + 16, 3 * MOST_TILES * BLOCK - 7)

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import fx
 
-from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.codegen.step_words import StepWords
+from canzona_compile.codegen.launch import GroupedKernel, StepWords
 from canzona_compile.ir.program_ops import finish, keep, on_stream, record, start_all_to_all, wait
 from canzona_compile.ir.step import Step
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE

@@ -33,7 +33,7 @@ from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisions
 from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
 from canzona_compile.kernels.tuning_cache import GpuKind
-from canzona_compile.tools.tuning.command import clock_for, describe, problems
+from canzona_compile.tools.tune import clock_for, describe, problems
 from tests.fake_cuda.cuda_names import cuda_replaced
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.ranks import thread_ranks
@@ -172,7 +172,7 @@ def test_without_triton_everything_is_the_librarys() -> None:
     code = """if True:
         import sys
         import torch
-        import canzona_compile.tools.tuning.command
+        import canzona_compile.tools.tune
         from canzona_compile.kernels.gemm_axpby import gemm_axpby
         from canzona_compile.kernels.sym_gemm import sym_gemm
         x = torch.eye(16)

@@ -15,7 +15,7 @@ from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import machine
 from canzona_compile.kernels.tune import tune
-from canzona_compile.tools.tuning.command import clock_for
+from canzona_compile.tools.tune import clock_for
 from tests.harness.gpu import CUDA, DEVICE
 from tests.kernels.kernel_cases import (
     ACCUMULATED,

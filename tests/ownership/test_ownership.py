@@ -15,19 +15,20 @@ from hypothesis import strategies as st
 
 from benchmarks.ownership_table import models, newton_schulz
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ownership import NAMES, greedy, local_search, planner_named
+from canzona_compile.ownership import NAMES, lpt, planner_named
 from canzona_compile.ownership.alpha import AlphaBalanced, busiest_row, nearest, static_start
 from canzona_compile.ownership.buffer import in_buckets, rows_of
-from canzona_compile.ownership.greedy import largest_first, within_rows
 from canzona_compile.ownership.jobs import (
     NOTHING,
     GridPosition,
     Job,
     imbalance,
+    largest_first,
     loads,
     lower_bound,
     makespan,
     places_of,
+    within_rows,
 )
 from canzona_compile.ownership.lpt import LptSwap, TwoStageLpt
 from tests.harness.marks import also
@@ -319,11 +320,11 @@ def test_work_of_36000_jobs_on_4096_places(monkeypatch: pytest.MonkeyPatch, dist
     dice = random.Random(5)
     costs = [dice.uniform(1, 10) for _ in range(36_000 if distinct else 12)]
     jobs = [Job(f"m{i}", i, costs[i % len(costs)], 10**6) for i in range(36_000)]
-    dealt = counted(monkeypatch, greedy, "heapreplace")
-    looked = counted(monkeypatch, local_search.SwapSearch, "_idlest")
-    swapped = counted(monkeypatch, local_search.SwapSearch, "_do")
+    dealt = counted(monkeypatch, jobs, "heapreplace")
+    looked = counted(monkeypatch, lpt.SwapSearch, "_idlest")
+    swapped = counted(monkeypatch, lpt.SwapSearch, "_do")
     owners = LptSwap()(jobs, 512, 8, {})
     assert len(dealt) == 3 * len(jobs), "all places at once, then rows, then columns"
-    assert len(swapped) <= 2 * local_search.ROUNDS
-    assert len(looked) <= 2 * (local_search.PAIRS + local_search.ROUNDS)
+    assert len(swapped) <= 2 * lpt.ROUNDS
+    assert len(looked) <= 2 * (lpt.PAIRS + lpt.ROUNDS)
     assert imbalance(loads(jobs, owners, 512, 8)) < 1.02

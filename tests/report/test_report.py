@@ -27,7 +27,7 @@ from canzona_compile.report.markdown import markdown
 from canzona_compile.report.schema import ProfileReport
 from canzona_compile.report.units import format_seconds
 from canzona_compile.session.measuring import Measurement, RankTimes
-from canzona_compile.simulation.figures import Span
+from canzona_compile.simulation.engine import Span
 from canzona_compile.simulation.simulate import simulate
 from tests.conftest import Golden
 from tests.harness.marks import crossed

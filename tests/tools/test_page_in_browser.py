@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from canzona_compile.report.html import html
-from canzona_compile.simulation.figures import Simulation, Span
+from canzona_compile.simulation.engine import Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.plan_page import plan_page
 from tests.harness.marks import crossed

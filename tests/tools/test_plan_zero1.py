@@ -13,8 +13,14 @@ import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.machine.hardware import named_hardware
-from canzona_compile.simulation.bucket_traffic import Transfer, gathering, reduction
-from canzona_compile.simulation.model_passes import BucketLoad, backward_pass, forward_pass
+from canzona_compile.simulation.model_passes import (
+    BucketLoad,
+    Transfer,
+    backward_pass,
+    forward_pass,
+    gathering,
+    reduction,
+)
 from canzona_compile.tools.planning.plan import model_of
 from canzona_compile.tools.planning.weights import from_shapes, preset
 

@@ -16,10 +16,8 @@ from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.runtime.step_clock import ActSpan, MeasuredStep
-from canzona_compile.simulation.figures import COMPUTE, NODE
-from canzona_compile.tools.profiling.profile import StepProfile, profile
-from canzona_compile.tools.profiling.rank_profile import ClockOffset, RankProfile, RankTransfer
-from canzona_compile.tools.profiling.real_trace import real_trace, spans_of
+from canzona_compile.simulation.engine import COMPUTE, NODE
+from canzona_compile.tools.profile import RankProfile, StepProfile, profile, real_trace, spans_of
 from tests.tools.test_trace import checker, events
 from tests.tools.user_builds import muon, square_muon
 
@@ -46,7 +44,6 @@ def check_report(found: StepProfile) -> None:
 
 def check_trace(made: dict[str, Any], found: StepProfile) -> None:
     assert [error.message for error in checker().iter_errors(made)] == []
-    assert made["otherData"]["clock"].startswith("that of rank 0, within ")
     assert made["otherData"]["fingerprint"] == found.ranks[0].fingerprint
     names: dict[tuple[int, str], set[str]] = defaultdict(set)
     collectives: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -59,11 +56,10 @@ def check_trace(made: dict[str, Any], found: StepProfile) -> None:
         assert names[rank, "computation"] >= SPANS - (set() if owns else {"compute"})
         assert names[rank, "communication"] == {"gather", "scatter"}
     assert len(collectives) == 2 * 2, "a gather and a scatter per step"
-    bound = 2e6 * max(own.offset.bound for own in found.ranks)
     for own in collectives.values():
         assert sorted(event["pid"] for event in own) == list(range(RANKS))
-        # Clocks are aligned: no rank is through with a collective before the last one has begun it.
-        assert max(e["ts"] for e in own) <= min(e["ts"] + e["dur"] for e in own) + bound
+        # Ranks read one clock: no rank is through with a collective before the last one has begun it.
+        assert max(e["ts"] for e in own) <= min(e["ts"] + e["dur"] for e in own)
     assert len(events(made, "s")) == len(collectives) * (RANKS - 1)
 
 
@@ -102,30 +98,30 @@ def test_arguments_that_cannot_be(options: dict[str, Any], said: str) -> None:
 # -- the trace ---------------------------------------------------------------------------------------
 
 
-def test_clocks_are_moved_to_that_of_the_first_rank() -> None:
-    transfer = {(0, "gather"): RankTransfer((0, 1), 8)}
+def test_a_collective_is_a_span_of_each_rank() -> None:
+    transfer = {(0, "gather"): ((0, 1), 8)}
     spans = (
         ActSpan("start gather", 0, "compute", 5.0, 6.0),
         ActSpan("compute", 1, "compute", 6.0, 7.0),
         ActSpan("wait gather", 0, "compute", 7.0, 9.0),
     )
 
-    def of(rank: int, offset: float) -> RankProfile:
+    def of(rank: int) -> RankProfile:
         step = MeasuredStep(4.0, spans)
         names = {0: ("a",), 1: ("b",)}
-        return RankProfile(rank, (step,), (transfer,), (names,), ClockOffset(offset, 0.0), None, "x")
+        return RankProfile(rank, (step,), (transfer,), (names,), None, "x")
 
     flows: dict[tuple[Any, ...], int] = {}
-    first, second = (list(spans_of(of(rank, offset), flows)) for rank, offset in ((0, 0.0), (1, 10.0)))
+    first, second = (list(spans_of(of(rank), flows)) for rank in (0, 1))
     assert [(s.stream, s.act, s.start, s.end) for s in first] == [
         (COMPUTE, "begin gather", 5.0, 6.0),
         (COMPUTE, "compute", 6.0, 7.0),
         (COMPUTE, "wait gather", 7.0, 9.0),
         (NODE, "start gather", 5.0, 9.0),
     ]
-    assert [(s.start, s.flow, s.bytes) for s in (first[-1], second[-1])] == [(5.0, 0, 8), (15.0, 0, 8)]
+    assert [(s.start, s.flow, s.bytes) for s in (first[-1], second[-1])] == [(5.0, 0, 8), (5.0, 0, 8)]
     assert first[1].tasks == ("b",)
-    made = real_trace([of(0, 0.0), of(1, 1.0)], "m", "Muon", named_hardware("cpu"))
+    made = real_trace([of(0), of(1)], "m", "Muon", named_hardware("cpu"))
     assert checker().is_valid(made)
     assert min(e["ts"] for e in events(made, "X")) == 0
 

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.simulation.engine import (
+    COMPUTE,
+    NETWORK,
+    NODE,
     Collective,
     CollectiveShare,
     ComputeOp,
@@ -20,7 +23,6 @@ from canzona_compile.simulation.engine import (
     Start,
     Wait,
 )
-from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE
 from tests.harness.untimed import untimed
 
 

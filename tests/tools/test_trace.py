@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, Simulation, Span
+from canzona_compile.simulation.engine import COMPUTE, NETWORK, NODE, Memory, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.trace import MOST_ARROWS, MOST_NAMES, TITLES, micro, trace, tracks
 from tests.tools.forecasts import forecast

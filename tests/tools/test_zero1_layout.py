@@ -10,7 +10,7 @@ import pytest
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.profiling.profile import profile
+from canzona_compile.tools.profile import profile
 from tests.harness.marks import full
 from tests.tools.test_trace import checker
 from tests.tools.user_builds import muon, muon_with_loss

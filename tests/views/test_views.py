@@ -13,8 +13,7 @@ import canzona_compile
 from canzona_compile import Split
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import Box
-from canzona_compile.views.pieces import PiecesView
-from canzona_compile.views.slices import SlicesView
+from canzona_compile.views.pieces import PiecesView, SlicesView
 from canzona_compile.views.view import ParamView
 from tests.harness.layouts import Case
 from tests.harness.ranks import run

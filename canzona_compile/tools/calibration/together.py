@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Muon
 from torch.utils import benchmark
 
@@ -91,21 +92,6 @@ def link_of(latency: float, pair: float, ranks: int, rate: float) -> Link:
     return Link(rate, max(0.0, pair - per_peer), per_peer)
 
 
-class Stopwatch:
-    """CPU seconds of the calling thread between the begin of a module's call and its end."""
-
-    def __init__(self, module: Module) -> None:
-        self.begin = self.seconds = 0.0
-        module.register_forward_pre_hook(self.before)
-        module.register_forward_hook(self.after)
-
-    def before(self, *_: object) -> None:
-        self.begin = time.thread_time()
-
-    def after(self, *_: object) -> None:
-        self.seconds = time.thread_time() - self.begin
-
-
 def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
     """Measure the CPU seconds of a steady step that its program does not take, by matrix.
 
@@ -123,12 +109,14 @@ def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
         param.grad = zeros()
     optimizer.step()
     optimizer.step()  # from now on the program is the same
-    program = Stopwatch(optimizer.canzona.step.program.module)
+    module, times = optimizer.canzona.step.program.module, [0.0, 0.0]  # CPU seconds at its begin and end
+    module.register_forward_pre_hook(lambda *_: operator.setitem(times, 0, time.thread_time()))
+    module.register_forward_hook(lambda *_: operator.setitem(times, 1, time.thread_time()))
     before = clearing(cold, torch.device("cpu"))
     samples = []
     for _ in range(repetitions):
         before()
         start = time.thread_time()
         optimizer.step()
-        samples.append(time.thread_time() - start - program.seconds)
+        samples.append(time.thread_time() - start - (times[1] - times[0]))
     return statistics.median(samples) / MATRICES

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.report.schema import Figures
-from canzona_compile.simulation.figures import Simulation, Span
+from canzona_compile.simulation.engine import Simulation, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from canzona_compile.report.build import figures_of, imbalance, rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_seconds, plural
 from canzona_compile.session.plan import taking
-from canzona_compile.simulation.figures import Simulation
+from canzona_compile.simulation.engine import Simulation
 from canzona_compile.simulation.simulate import matrices_by_rank, simulate
 from canzona_compile.tools.planning.figures import (
     Alternative,

@@ -45,7 +45,7 @@ from canzona_compile.report.units import (
     format_seconds,
     plural,
 )
-from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, Span
+from canzona_compile.simulation.engine import COMPUTE, NETWORK, NODE, Memory, Span
 from canzona_compile.tools.planning.figures import Alternative, Forecast, Zero1Forecast
 
 MOST_RANKS = 4  # whose lanes are drawn where there is little room

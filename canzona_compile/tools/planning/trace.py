@@ -14,7 +14,7 @@ from typing import Any
 
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.report.sections import rows_without_overlap
-from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
+from canzona_compile.simulation.engine import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 
 SCHEMA = 1

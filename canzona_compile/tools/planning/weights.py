@@ -14,7 +14,7 @@ from torch import nn
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.machine.json_text import read_json
+from canzona_compile.machine.hardware import read_json
 
 PRESETS = Path(__file__).parents[2] / "data" / "qwen3.json"
 SPLITS = ("qkv", "gate-up")

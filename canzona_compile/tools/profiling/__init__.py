@@ -1,1 +1,0 @@
-"""Measures real steps of a user's model on gloo ranks: phases and a trace."""

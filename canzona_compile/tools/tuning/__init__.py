@@ -1,1 +1,0 @@
-"""The command that measures which kernels are fastest on this GPU."""
