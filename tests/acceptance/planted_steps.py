@@ -38,10 +38,6 @@ def waits_for_ever(rank: AcceptanceRank) -> str:
     return ""
 
 
-def never_joins(*_: object) -> None:
-    time.sleep(3600)
-
-
 def dies(rank: AcceptanceRank) -> str:
     if rank.rank == rank.world - 1:
         print("the last words", flush=True)

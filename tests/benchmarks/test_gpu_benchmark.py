@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import fx
 
-from tests.harness.marks import full
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -70,55 +68,12 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-BROKEN = """if True:
-    import sys
-    sys.path.insert(0, "benchmarks")
-    import gpu, gpu_products
-
-    def broken(*_, **__):
-        raise RuntimeError("no such instruction")
-
-    gpu_products.gemm_axpby = broken
-    sys.exit(gpu.main(["--dry", "--only", "kernels", "--output", sys.argv[1]]))
-    """
-
-
-@pytest.mark.full
-def test_what_fails_costs_no_other_figure(tmp_path: Path) -> None:
-    done = python("-c", BROKEN, str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    (path,) = tmp_path.glob("gpu-dry-*.json")
-    found = json.loads(path.read_text())
-    assert {record["kernel"] for record in found["kernels"]} == {"sym_gemm"}
-    assert len(found["problems"]) == len(found["kernels"])
-    assert all("no such instruction" in problem for problem in found["problems"])
-
-
 def test_kernels_that_copy_are_not_taken_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kind_of, graph = importlib.import_module("gpu_steps").kind_of, fx.Graph()
     names = "g0_prepare muon0_prepare g0_unpack muon0_compute_stacked g0_pack g0_forward g1_apply"
     found = [kind_of(graph.call_module(name)) for name in names.split()]
     assert found == ["prepare", "prepare", "copy", "compute", "copy", "copy", "apply"]
-
-
-PLUGIN = """if True:
-    import os, sys
-    import pytest
-
-    class Seen:
-        def pytest_collection_finish(self):
-            print("interpret:", os.environ.get("TRITON_INTERPRET"), "imported:", "triton" in sys.modules)
-
-    sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "tests/harness/untimed.py"], plugins=[Seen()]))
-    """
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("options", "expected"), [full(["-m", "gpu"], "None"), ([], "1")], ids=["gpu", "cpu"])
-def test_kernels_are_compiled_for_tests_on_a_gpu_and_interpreted_for_others(options: list[str], expected: str) -> None:
-    done = python("-c", PLUGIN, *options)
-    assert f"interpret: {expected} imported: False" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_machines_own_python_runs_gpu_tests_and_installs_nothing() -> None:

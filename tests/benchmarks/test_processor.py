@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +43,3 @@ def test_a_table_names_the_processor(line: str, tmp_path: Path) -> None:
     table = said(str(BENCHMARKS / script), *options, "--json", str(tmp_path / "found.json"))
     assert this_processor() in " ".join(table.split())
     assert json.loads((tmp_path / "found.json").read_text())
-
-
-def test_the_page_of_measurements_names_the_processor() -> None:
-    page = " ".join((ROOT / "docs" / "measurements.md").read_text(encoding="utf-8").split())
-    assert re.search(r"2 cores of (AMD|Intel)[\w ()]+, family \d+ model \d+", page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +29,3 @@ def test_the_best_plan_takes_30_ms_and_is_balanced_otherwise() -> None:
     whole = planned(strategy="owner").forecast
     assert whole.imbalance <= 1.10
     assert whole.simulation.seconds > best.simulation.seconds
-
-
-def test_the_document_was_written_by_its_generator() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    assert "python benchmarks/reproduction.py" in text
-    for words in ("qwen3-32b, dp=32,tp=8, split", "moe-1t, hsdp=4,fsdp=16,ep=64,tp=4 | 16384", "1.57x", "5.8x"):
-        assert words in text

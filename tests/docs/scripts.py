@@ -25,34 +25,10 @@ from tests.harness.verdicts import reached
 ROOT = Path(__file__).parents[2]
 How = Literal["beside", "alone", "plain"]
 ALONE = {"any_optimizer", "a_pass", "a_layout", "an_optimizer", "my_model"}  # run by `python`, or imported
-SCRIPTS = {  # with the number of ranks on which the pages run them
-    "fsdp2": 2,
-    "any_pair": 2,
-    "clip_others": 2,
-    "eight_bit": 2,
-    "tensor_parallel": 4,
-    "plain_fragments": 2,
-    "ddp": 2,
-    "zero1": 2,
-    "a_transport": 2,
-    "experts": 2,
-    "pipeline": 2,
-    "accelerate_loop": 2,
-    "fabric_loop": 2,
-    "lightning_trainer": 2,
-    "trainer": 2,
-    "sft_trainer": 2,
-    "torchtitan_optimizers": 2,
-    "fused_weights": 2,
-    "checkpoints": 2,
-    "planning": 2,
-    "graphs": 2,
-    "any_optimizer": 1,
-    "a_pass": 1,
-    "a_layout": 1,
-    "an_optimizer": 1,
-    "my_model": 1,
-}
+TWO = "fsdp2 any_pair clip_others eight_bit plain_fragments ddp zero1 a_transport experts pipeline fused_weights"
+TWO += " accelerate_loop fabric_loop lightning_trainer trainer sft_trainer torchtitan_optimizers"
+TWO += " checkpoints planning graphs"
+SCRIPTS = {**dict.fromkeys(TWO.split(), 2), "tensor_parallel": 4, **dict.fromkeys(sorted(ALONE), 1)}  # on so many ranks
 
 
 def path_of(name: str) -> Path:

@@ -102,13 +102,6 @@ def test_no_block_is_of_another_language() -> None:
     assert {block.language for block in BLOCKS} <= {"python", "sh", *OUTPUT}
 
 
-@pytest.mark.parametrize(
-    "text", ["x = 1\n", '--8<-- "docs/scripts/nothing.py"\n', '--8<-- "docs/scripts/zero1.py:nothing"\n']
-)
-def test_a_wrong_block_is_found(text: str) -> None:
-    assert wrong_snippet(text)
-
-
 # -- shell -----------------------------------------------------------------------------------------
 
 
@@ -197,20 +190,16 @@ def test_commands_are_there(page: str) -> None:
                 check_line(line)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "make nothing",
-        "torchrun --nproc-per-node 3 docs/scripts/zero1.py",
-        "python -m canzona_compile plan --nothing",
-        "python benchmarks/step_latency.py --nothing",
-        "pip install canzona-compile[nothing]",
-        "curl -O something",
-    ],
-)
-def test_a_wrong_command_is_found(line: str) -> None:
-    with pytest.raises((AssertionError, KeyError, SystemExit)):
-        check_line(line)
+WRONG = ("make nothing", "python -m canzona_compile plan --nothing", "python benchmarks/step_latency.py --nothing")
+WRONG += ("torchrun --nproc-per-node 3 docs/scripts/zero1.py", "pip install canzona-compile[nothing]", "curl -O x")
+
+
+def test_wrong_blocks_and_commands_are_found() -> None:
+    for snippet in ("nothing.py", "zero1.py:nothing"):
+        assert wrong_snippet(f'--8<-- "docs/scripts/{snippet}"\n')
+    for line in WRONG:
+        with pytest.raises((AssertionError, KeyError, SystemExit)):
+            check_line(line)
 
 
 # -- output ----------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any
 
 import pytest
 
@@ -13,79 +14,56 @@ from canzona_compile.ir.step import Form, Step
 from tests.harness.samples import toy_step
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Replace the captured toy by the placed one."""
+@dataclass(frozen=True)
+class Does:
+    """A pass that does what a function does."""
 
-    name: ClassVar[str] = "cut"
-    requires: ClassVar[Form] = Form.CAPTURED
-    ensures: ClassVar[Form] = Form.PLACED
-
-    def __call__(self, step: Step) -> Step:
-        return toy_step(Form.PLACED)
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """Give the toy's tasks their owners, of which `owner` is that of task a."""
-
-    owner: tuple[int, int] = (0, 0)
-
-    name: ClassVar[str] = "own"
-    requires: ClassVar[Form] = Form.PLACED
-    ensures: ClassVar[Form] = Form.OWNED
+    name: Any
+    requires: Any
+    ensures: Any
+    work: Callable[[Step], Step]
 
     def __call__(self, step: Step) -> Step:
-        owned = toy_step(Form.OWNED)
-        a, *others = owned.tasks
-        return replace(owned, tasks=(replace(a, owner=self.owner), *others))
+        return self.work(step)
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Raise an error."""
-
-    error: Exception
-
-    name: ClassVar[str] = "fail"
-    requires: ClassVar[Form] = Form.PLACED
-    ensures: ClassVar[Form] = Form.PLACED
-
-    def __call__(self, step: Step) -> Step:
-        raise self.error
+def owned_by(owner: tuple[int, int]) -> Step:
+    """The toy whose task a has this owner."""
+    owned = toy_step(Form.OWNED)
+    a, *others = owned.tasks
+    return replace(owned, tasks=(replace(a, owner=owner), *others))
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Promise a form and return another."""
+def own(owner: tuple[int, int] = (0, 0)) -> Does:
+    return Does("own", Form.PLACED, Form.OWNED, lambda step: owned_by(owner))
 
-    name: ClassVar[str] = "forget"
-    requires: ClassVar[Form] = Form.PLACED
-    ensures: ClassVar[Form] = Form.OWNED
 
-    def __call__(self, step: Step) -> Step:
-        return step
+def fail(error: Exception) -> Does:
+    def work(step: Step) -> Step:
+        raise error
+
+    return Does("fail", Form.PLACED, Form.PLACED, work)
+
+
+CUT = Does("cut", Form.CAPTURED, Form.PLACED, lambda step: toy_step(Form.PLACED))
+FORGET = Does("forget", Form.PLACED, Form.OWNED, lambda step: step)  # what it promised
 
 
 def test_run_returns_the_last_step_and_a_history() -> None:
     first = toy_step(Form.CAPTURED)
-    last, history = run(first, [Cut(), Own()])
+    last, history = run(first, [CUT, own()])
     assert last.form is Form.OWNED
     assert [record.name for record in history.records] == ["cut", "own"]
     assert history.records[0].before is first
     assert history.records[0].after is history.records[1].before
     assert history.records[1].after is last
     assert all(record.seconds >= 0 for record in history.records)
-
-
-def test_run_without_passes() -> None:
-    step = toy_step(Form.CAPTURED)
-    assert run(step, []) == (step, PassHistory())
+    assert run(first, []) == (first, PassHistory())
 
 
 def test_records_count_nodes_and_operators() -> None:
-    _, history = run(toy_step(Form.CAPTURED), [Cut(), Own()])
-    cut, own = history.records
+    _, history = run(toy_step(Form.CAPTURED), [CUT, own()])
+    cut, owned = history.records
     # Two cuts of one template: every operator once more.
     assert cut.ops == {
         "aten._to_copy.default": 1,
@@ -96,11 +74,11 @@ def test_records_count_nodes_and_operators() -> None:
         "aten.permute.default": 1,
     }
     assert cut.nodes > 0
-    assert (own.nodes, own.ops) == (0, {})
+    assert (owned.nodes, owned.ops) == (0, {})
 
 
 def test_history_finds_steps_by_form_and_by_pass() -> None:
-    last, history = run(toy_step(Form.CAPTURED), [Cut(), Own()])
+    last, history = run(toy_step(Form.CAPTURED), [CUT, own()])
     assert history.step_at(Form.CAPTURED) is history.records[0].before
     assert history.step_at("placed") is history.step_at("cut") is history.records[0].after
     assert history.step_at(Form.OWNED) is history.step_at("own") is last
@@ -121,25 +99,25 @@ def order_error(passes: list[Pass], start: Form = Form.CAPTURED) -> str:
 
 
 def test_order() -> None:
-    check_order([Cut(), Own()], Form.CAPTURED)
+    check_order([CUT, own()], Form.CAPTURED)
     check_order([], Form.EMITTED)
-    assert order_error([Own()]) == (
+    assert order_error([own()]) == (
         "own needs form placed, but the step given to it is of form captured\n"
         "  hint: put a pass that ensures placed before own\n"
         "  see:  docs/troubleshooting.md#pipelineerror"
     )
-    assert order_error([Cut(), Own(), Own()]) == (
+    assert order_error([CUT, own(), own()]) == (
         "own needs form placed, but own leaves form owned\n"
         "  hint: put own before the passes that go beyond placed\n"
         "  see:  docs/troubleshooting.md#pipelineerror"
     )
-    assert "cut needs form captured, but cut leaves form placed" in order_error([Cut(), Cut()])
+    assert "cut needs form captured, but cut leaves form placed" in order_error([CUT, CUT])
 
 
 def test_a_wrong_order_is_found_before_any_pass_runs() -> None:
     seen: list[PassRecord] = []
     with pytest.raises(PipelineError, match="cut needs form captured"):
-        run(toy_step(Form.CAPTURED), [Cut(), Fail(ValueError()), Cut()], [seen.append])
+        run(toy_step(Form.CAPTURED), [CUT, fail(ValueError()), CUT], [seen.append])
     assert not seen
 
 
@@ -148,7 +126,7 @@ def test_a_wrong_order_is_found_before_any_pass_runs() -> None:
 
 def test_a_broken_promise_names_the_pass_and_the_task() -> None:
     with pytest.raises(InvalidStep) as caught:
-        run(toy_step(Form.CAPTURED), [Cut(), Own(owner=(5, 5))])
+        run(toy_step(Form.CAPTURED), [CUT, own((5, 5))])
     assert str(caught.value) == (
         "its owner (5, 5) is outside of grid 2x2{0,1,2,3}\n"
         "  at:   a, after pass own\n"
@@ -162,28 +140,28 @@ def test_a_broken_start_is_no_fault_of_a_pass() -> None:
     step = toy_step(Form.CAPTURED)
     broken = replace(step, templates=())
     with pytest.raises(InvalidStep, match="no template 'toy'") as caught:
-        run(broken, [Cut()])
+        run(broken, [CUT])
     assert caught.value.__notes__ == ["before any pass ran"]
 
 
 def test_a_pass_that_forgets_its_form() -> None:
     with pytest.raises(InvalidStep, match="forget promises form owned and returned placed"):
-        run(toy_step(Form.PLACED), [Forget()])
+        run(toy_step(Form.PLACED), [FORGET])
 
 
 def test_what_a_pass_raises_names_it_and_those_before() -> None:
     with pytest.raises(PipelineError) as caught:
-        run(toy_step(Form.CAPTURED), [Cut(), Fail(KeyError("x"))])
+        run(toy_step(Form.CAPTURED), [CUT, fail(KeyError("x"))])
     assert "fail failed: KeyError: 'x'\n  at:   pass fail, after cut" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(PipelineError, match="pass fail, after no other pass"):
-        run(toy_step(Form.PLACED), [Fail(ValueError("x"))])
+        run(toy_step(Form.PLACED), [fail(ValueError("x"))])
 
 
 def test_errors_of_ours_pass_through_with_a_note() -> None:
     error = UnsupportedOptimizer("it looks ahead", at="w", hint="do not")
     with pytest.raises(UnsupportedOptimizer) as caught:
-        run(toy_step(Form.CAPTURED), [Cut(), Fail(error)])
+        run(toy_step(Form.CAPTURED), [CUT, fail(error)])
     assert caught.value is error
     assert error.__notes__ == ["in pass fail, after cut"]
 
@@ -194,5 +172,5 @@ def test_errors_of_ours_pass_through_with_a_note() -> None:
 def test_observers_see_verified_steps_only() -> None:
     seen: list[PassRecord] = []
     with pytest.raises(InvalidStep):
-        run(toy_step(Form.CAPTURED), [Cut(), Own(owner=(5, 5))], [seen.append])
+        run(toy_step(Form.CAPTURED), [CUT, own((5, 5))], [seen.append])
     assert [record.name for record in seen] == ["cut"]

@@ -16,15 +16,7 @@ from canzona_compile.eager.nodes import interpreted_template
 from canzona_compile.ir import plan_file
 from canzona_compile.ir.layout import Grid, Layout
 from canzona_compile.ir.pipeline import Pass, PassHistory, run
-from canzona_compile.ir.printer import (
-    differences,
-    dtype_name,
-    neutral,
-    parts,
-    show,
-    show_argument,
-    show_nodes,
-)
+from canzona_compile.ir.printer import differences, dtype_name, neutral, parts, show, show_argument, show_nodes
 from canzona_compile.ir.step import Exchange, Form, Phase, Step, Task
 from canzona_compile.ir.verifier import some_pairs
 from canzona_compile.passes import (
@@ -169,57 +161,37 @@ def test_nothing_in_it_differs_between_processes() -> None:
     assert "/home" not in text
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a/b and 1/2", "a/b and 1/2"),
-        ("0xDEADbeef", "0x..."),
-        ('File "/usr/lib/python3.11/abc.py"', 'File "abc.py"'),
-        ("aten.mul at x.py:3", "aten.mul at x.py:3"),
-    ],
-)
-def test_neutral(text: str, expected: str) -> None:
-    assert neutral(text) == expected
-
-
 # -- what it says ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (0.1 + 0.2, "0.30000000000000004"),
-        (-1e-300, "-1e-300"),
-        (math.inf, "inf"),
-        (True, "True"),
-        (None, "None"),
-        ([1, 0], "[1, 0]"),
-        ((2.0, [torch.float16]), "[2.0, [f16]]"),
-        (slice(None, 3, None), "None:3:None"),
-        ("nearest", "'nearest'"),
-        (torch.device("cuda", 3), "cuda"),
-        (torch.strided, "torch.strided"),
-        (torch.ops.aten.mm.default, "aten.mm.default"),
-    ],
-)
-def test_arguments(value: object, expected: str) -> None:
-    assert show_argument(value) == expected
+ARGUMENTS = [
+    (0.1 + 0.2, "0.30000000000000004"),
+    (-1e-300, "-1e-300"),
+    (math.inf, "inf"),
+    (True, "True"),
+    (None, "None"),
+    ([1, 0], "[1, 0]"),
+    ((2.0, [torch.float16]), "[2.0, [f16]]"),
+    (slice(None, 3, None), "None:3:None"),
+    ("nearest", "'nearest'"),
+    (torch.device("cuda", 3), "cuda"),
+    (torch.strided, "torch.strided"),
+    (torch.ops.aten.mm.default, "aten.mm.default"),
+]
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i64": torch.int64, "u8": torch.uint8, "bool": torch.bool}
+DTYPES |= {"f8_e4m3fn": torch.float8_e4m3fn, "complex64": torch.complex64}
+NEUTRAL = {
+    "a/b and 1/2": "a/b and 1/2",
+    "0xDEADbeef": "0x...",
+    'File "/usr/lib/python3.11/abc.py"': 'File "abc.py"',
+    "aten.mul at x.py:3": "aten.mul at x.py:3",
+}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (torch.float32, "f32"),
-        (torch.bfloat16, "bf16"),
-        (torch.int64, "i64"),
-        (torch.uint8, "u8"),
-        (torch.float8_e4m3fn, "f8_e4m3fn"),
-        (torch.bool, "bool"),
-        (torch.complex64, "complex64"),
-    ],
-)
-def test_dtypes(dtype: torch.dtype, expected: str) -> None:
-    assert dtype_name(dtype) == expected
+def test_words() -> None:
+    assert [show_argument(value) for value, _ in ARGUMENTS] == [expected for _, expected in ARGUMENTS]
+    assert {dtype_name(dtype): dtype for dtype in DTYPES.values()} == DTYPES
+    assert {text: neutral(text) for text in NEUTRAL} == NEUTRAL
 
 
 def test_a_graph_alone() -> None:

@@ -159,13 +159,3 @@ def test_an_installed_wheel_works_without_the_repository(built: Built, tmp_path:
         assert elsewhere(*plan, *options, path=packages, cwd=cwd).startswith(beginning)
     (cwd / "train.py").write_text(BUILT_BY_USERS)
     assert "equal" in elsewhere(command, "verify", "train:build", "--ranks", "2", path=packages, cwd=cwd)
-
-
-@pytest.mark.full
-def test_tests_run_from_the_archive_of_sources(built: Built, tmp_path: Path) -> None:
-    root = unpacked(built.archive, tmp_path)
-    structure = ("test_every_package_is_installed", "test_top_level_folders_are_seen_inside_the_package")
-    tests = [f"tests/test_structure.py::{name}" for name in structure]
-    tests += ["tests/ir/test_printer.py", "tests/end_to_end/test_counts.py::test_ddp"]
-    said = elsewhere(sys.executable, "-m", "pytest", "-q", "-m", "not full", *tests, path=root, cwd=root)
-    assert "passed" in said.splitlines()[-1]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from tests.harness.samples import Builder, empty
+from canzona_compile.ir.options import Numerics, Options
+from canzona_compile.ir.pipeline import PassHistory, run
+from canzona_compile.machine.hardware import Machine
+from canzona_compile.passes import lowering_passes, planning_passes
+from tests.harness.samples import Builder, empty, grid_of, muon_step
 
 aten = torch.ops.aten
+GPU = Machine("cuda", "nccl", 1)
 M, N = 4, 6
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
@@ -36,6 +43,14 @@ def evaluated(graph: fx.Graph, given: dict[str, Any]) -> dict[fx.Node, Any]:
             args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
             found[node] = node.target(*args, **kwargs)
     return found
+
+
+@cache
+def muon_history(numerics: Numerics, *shapes: tuple[int, int], **options: Any) -> PassHistory:
+    """Captured Muon on two shards of a GPU machine, through all passes."""
+    given = Options(numerics=numerics, **options)
+    step = replace(muon_step(grid_of(1, 2), *shapes), machine=GPU)
+    return run(step, [*planning_passes(given), *lowering_passes(given)])[1]
 
 
 def calls(graph: fx.Graph) -> list[Any]:

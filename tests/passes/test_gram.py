@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ from canzona_compile.analysis.newton_schulz import chains, normalised
 from canzona_compile.analysis.roofline import product_flops
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.options import Numerics, Options
-from canzona_compile.ir.pipeline import PassHistory, run
+from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.lowering.symmetric_products import rewritten as with_halves
-from canzona_compile.machine.hardware import Machine, named_hardware
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.passes.gram import PUBLISHED, rewritten
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
@@ -27,17 +26,8 @@ from canzona_compile.report.build import Facts, make_report
 from examples.optimizers.shampoo import Shampoo
 from tests.harness.marks import crossed
 from tests.harness.random_graphs import evaluate
-from tests.harness.samples import grid_of, muon_step
-from tests.passes.iterations import (
-    JORDAN,
-    SPELLINGS,
-    YOU,
-    Iteration,
-    changed,
-    products,
-    rewrite,
-    template_of,
-)
+from tests.passes.iterations import JORDAN, SPELLINGS, YOU, Iteration, changed, products, rewrite, template_of
+from tests.passes.symmetric_graphs import muon_history
 
 aten = torch.ops.aten
 
@@ -131,44 +121,33 @@ def test_products_that_are_no_iteration() -> None:
     assert chains(graph) == ()
 
 
-def unbounded(it: Iteration, how: str) -> fx.Node:
-    """Something like a normalised matrix."""
-    x = it.b["x"]
-    norm = it.call(aten.linalg_vector_norm.default, x)
-    match how:
-        case "as it is":
-            return x
-        case "times its norm":
-            return it.call(aten.mul.Tensor, x, norm)
-        case "another's norm":
-            other = it.call(aten.exp.default, x)
-            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, other))
-        case "a bounded norm":
-            return it.call(aten.div.Tensor, x, it.call(aten.clamp.default, norm, 0.0, 1.0))
-        case "a norm less something":
-            return it.call(aten.div.Tensor, x, it.call(aten.add.Tensor, norm, -0.5))
-        case "an unknown eps":
-            return it.call(aten.div.Tensor, x, it.call(aten.add.Tensor, norm, it.b["c"]))
-        case "norms of rows":
-            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, 2, [-1], True))
-        case "norms of others":
-            norms = it.call(aten.linalg_vector_norm.default, x, 2, [-2, -1], True)
-            return it.call(aten.div.Tensor, x, it.call(aten.view.default, norms, [1, 1, it.stack]))
-        case "ones":
-            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, ord=1))
-        case "largest element":
-            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, float("inf")))
-    raise AssertionError(how)
+Started = Callable[[Iteration, fx.Node, fx.Node], fx.Node]  # from a matrix and its norm
 
 
-UNBOUNDED = ("as it is", "times its norm", "another's norm", "a bounded norm", "a norm less something")
-UNBOUNDED += ("an unknown eps", "norms of rows", "largest element", "norms of others", "ones")
+def by(it: Iteration, x: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A matrix divided by the result of a call."""
+    return it.call(aten.div.Tensor, x, it.call(target, *args, **kwargs))
+
+
+NORM, VIEW = aten.linalg_vector_norm.default, aten.view.default
+UNBOUNDED: dict[str, Started] = {
+    "as it is": lambda it, x, norm: x,
+    "times its norm": lambda it, x, norm: it.call(aten.mul.Tensor, x, norm),
+    "another's norm": lambda it, x, norm: by(it, x, NORM, it.call(aten.exp.default, x)),
+    "a bounded norm": lambda it, x, norm: by(it, x, aten.clamp.default, norm, 0.0, 1.0),
+    "a norm less something": lambda it, x, norm: by(it, x, aten.add.Tensor, norm, -0.5),
+    "an unknown eps": lambda it, x, norm: by(it, x, aten.add.Tensor, norm, it.b["c"]),
+    "norms of rows": lambda it, x, norm: by(it, x, NORM, x, 2, [-1], True),
+    "norms of others": lambda it, x, norm: by(it, x, VIEW, it.call(NORM, x, 2, [-2, -1], True), [1, 1, it.stack]),
+    "ones": lambda it, x, norm: by(it, x, NORM, x, ord=1),
+    "largest element": lambda it, x, norm: by(it, x, NORM, x, float("inf")),
+}
 
 
 @pytest.mark.parametrize("how", UNBOUNDED)
 def test_without_a_bound_nothing_is_rewritten(how: str) -> None:
     it = Iteration(4, 40, torch.bfloat16, stack=40 if how == "norms of others" else 0)
-    x = unbounded(it, how)
+    x = UNBOUNDED[how](it, it.b["x"], it.call(NORM, it.b["x"]))
     assert not normalised(x)
     for p in JORDAN:
         x = it.step(x, p, "fused")
@@ -177,33 +156,26 @@ def test_without_a_bound_nothing_is_rewritten(how: str) -> None:
     assert not changed(graph)
 
 
-def divided(it: Iteration, how: str) -> fx.Node:
-    x = it.b["x"]
-    norm = it.call(aten.linalg_vector_norm.default, x)
-    match how:
-        case "clamp":
-            return it.call(aten.div.Tensor, x, it.call(aten.clamp.default, norm, it.b["c"]))
-        case "eps":
-            return it.call(aten.div.Tensor, x, it.call(aten.add.Tensor, norm, 1e-7))
-        case "safety":
-            safe = it.call(aten.add.Tensor, it.call(aten.mul.Tensor, norm, 1.25), 1e-6)
-            return it.call(aten.div.Tensor, x, safe)
-        case "broadcast":
-            norm = it.call(aten.linalg_vector_norm.default, x, 2, [-2, -1], True)
-            return it.call(aten.div.Tensor, x, it.call(aten.expand.default, norm, [4, 40]))
-        case "turned and cast":
-            turned = it.call(aten.linalg_vector_norm.default, it.turned(x))
-            return it.call(aten._to_copy.default, it.call(aten.div.Tensor, x, turned), dtype=torch.float32)
-        case "norm before the cast":
-            low = it.call(aten._to_copy.default, x, dtype=torch.bfloat16)
-            return it.call(aten.div.Tensor, low, it.call(aten._to_copy.default, norm, dtype=torch.bfloat16))
-    raise AssertionError(how)
+def low(it: Iteration, x: fx.Node) -> fx.Node:
+    return it.call(aten._to_copy.default, x, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", ["clamp", "eps", "safety", "broadcast", "turned and cast", "norm before the cast"])
+DIVIDED: dict[str, Started] = {
+    "clamp": lambda it, x, norm: by(it, x, aten.clamp.default, norm, it.b["c"]),
+    "eps": lambda it, x, norm: by(it, x, aten.add.Tensor, norm, 1e-7),
+    "safety": lambda it, x, norm: by(it, x, aten.add.Tensor, it.call(aten.mul.Tensor, norm, 1.25), 1e-6),
+    "broadcast": lambda it, x, norm: by(it, x, aten.expand.default, it.call(NORM, x, 2, [-2, -1], True), [4, 40]),
+    "turned and cast": lambda it, x, norm: it.call(
+        aten._to_copy.default, by(it, x, NORM, it.turned(x)), dtype=torch.float32
+    ),
+    "norm before the cast": lambda it, x, norm: it.call(aten.div.Tensor, low(it, x), low(it, norm)),
+}
+
+
+@pytest.mark.parametrize("how", DIVIDED)
 def test_divisions_by_the_norm(how: str) -> None:
     it = Iteration(4, 40, torch.float32)
-    node = divided(it, how)
+    node = DIVIDED[how](it, it.b["x"], it.call(NORM, it.b["x"]))
     assert normalised(node)
     for size in (1e-3, 1.0, 1e3):
         x = size * torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
@@ -215,13 +187,8 @@ def test_divisions_by_the_norm(how: str) -> None:
 # -- in plans and in runs ------------------------------------------------------------------------------
 
 
-GRID = grid_of(1, 2)
-
-
 def scheduled(numerics: Numerics, *shapes: tuple[int, int]) -> PassHistory:
-    options = Options(numerics=numerics, strategy="owner", micro_groups=1)
-    step = replace(muon_step(GRID, *shapes), machine=Machine("cuda", "nccl", 1))
-    return run(step, [*planning_passes(options), *lowering_passes(options)])[1]
+    return muon_history(numerics, *shapes, strategy="owner", micro_groups=1)
 
 
 def test_exact_numerics_has_no_such_pass() -> None:

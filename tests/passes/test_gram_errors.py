@@ -19,24 +19,14 @@ aten = torch.ops.aten
 M, N = 64, 192
 
 
-@cache
-def spectrum(name: str) -> Tensor:
-    random = torch.Generator().manual_seed(0)
-    match name:
-        case "log 1..1e-10":
-            return torch.logspace(0, -10, M, dtype=torch.float64)
-        case "log 1..1e-3":
-            return torch.logspace(0, -3, M, dtype=torch.float64)
-        case "rank 10":
-            return (torch.arange(M) < 10).double()
-        case "rank 2 and a tail":
-            tail = torch.rand(M, dtype=torch.float64, generator=random) * 1e-3
-            tail[:2] = torch.tensor([1.0, 0.5], dtype=torch.float64)
-            return tail
-    raise AssertionError(name)
-
-
-SPECTRA = ("log 1..1e-10", "log 1..1e-3", "rank 10", "rank 2 and a tail")
+TAIL = torch.rand(M, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-3
+TAIL[:2] = torch.tensor([1.0, 0.5], dtype=torch.float64)
+SPECTRA = {
+    "log 1..1e-10": torch.logspace(0, -10, M, dtype=torch.float64),
+    "log 1..1e-3": torch.logspace(0, -3, M, dtype=torch.float64),
+    "rank 10": (torch.arange(M) < 10).double(),
+    "rank 2 and a tail": TAIL,
+}
 
 
 @cache
@@ -44,7 +34,7 @@ def matrix(name: str) -> Tensor:
     """A matrix of this spectrum, in bfloat16: what the iteration is given."""
     random = torch.Generator().manual_seed(1)
     left, right = (torch.linalg.qr(torch.randn(k, M, dtype=torch.float64, generator=random)).Q for k in (M, N))
-    return (left * spectrum(name) @ right.T).bfloat16()
+    return (left * SPECTRA[name] @ right.T).bfloat16()
 
 
 def exactly(x: Tensor, polynomials: Sequence[Sequence[float]]) -> Tensor:

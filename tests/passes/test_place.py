@@ -34,17 +34,38 @@ def targets(graph: fx.Graph) -> list[str]:
 # -- exactness ---------------------------------------------------------------------------------
 
 
+STATE = {"param": Role.PARAM, "grad": Role.GRAD, "ema": Role.STATE}
+
+
+class Writer(Builder):
+    """Writes a step for one matrix."""
+
+    def __init__(self, shape: Shape, *names: str) -> None:
+        self.names = names or ("param", "grad")
+        super().__init__(**{name: empty(shape) for name in self.names})
+        self.leaves = tuple(Leaf(STATE[name], name, shape, torch.float32) for name in self.names)
+
+    def cube(self, x: fx.Node, name: str = "cube") -> fx.Node:
+        """x x^T x."""
+        flipped = self.call(f"{name}_flipped", aten.permute.default, x, [1, 0])
+        return self.call(name, aten.mm.default, self.call(f"{name}_gram", aten.mm.default, x, flipped), x)
+
+    def cast(self, x: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+        return self.call(name, aten._to_copy.default, x, dtype=dtype)
+
+    def template(self, name: str, *written: fx.Node) -> Template:
+        states = tuple(leaf for leaf in self.leaves if leaf.role is Role.STATE)
+        writes = ("param", *(leaf.name for leaf in states))
+        shape = self.leaves[0].shape
+        return Template(name, shape, torch.float32, self.leaves, writes, self.returns(*written), state=states)
+
+
 def powers(shape: Shape) -> Template:
     """Position-dependent work on both sides of a product: w - (x @ x.T @ x) ** 1.7 of x = grad ** 1.7."""
-    leaves = tuple(Leaf(role, role.value, shape, torch.float32) for role in (Role.PARAM, Role.GRAD))
-    b = Builder(param=empty(shape), grad=empty(shape))
+    b = Writer(shape)
     x = b.call("x", aten.pow.Tensor_Scalar, b["grad"], 1.7)
-    flipped = b.call("flipped", aten.permute.default, x, [1, 0])
-    gram = b.call("gram", aten.mm.default, x, flipped)
-    cube = b.call("cube", aten.mm.default, gram, x)
-    update = b.call("update", aten.pow.Tensor_Scalar, cube, 1.7)
-    graph = b.returns(b.call("new", aten.sub.Tensor, b["param"], update))
-    return Template("powers", shape, torch.float32, leaves, ("param",), graph)
+    update = b.call("update", aten.pow.Tensor_Scalar, b.cube(x), 1.7)
+    return b.template("powers", b.call("new", aten.sub.Tensor, b["param"], update))
 
 
 def test_position_dependent_work_stays_on_the_owner() -> None:
@@ -64,17 +85,10 @@ def test_it_may_go_to_fragments_that_leave_no_tail() -> None:
 
 def rounded_powers(shape: Shape) -> Template:
     """The same with a product in bfloat16, so that the cheap cut has the powers on the fragments."""
-    leaves = tuple(Leaf(role, role.value, shape, torch.float32) for role in (Role.PARAM, Role.GRAD))
-    b = Builder(param=empty(shape), grad=empty(shape))
-    low = b.call(
-        "low", aten._to_copy.default, b.call("x", aten.pow.Tensor_Scalar, b["grad"], 1.7), dtype=torch.bfloat16
-    )
-    gram = b.call("gram", aten.mm.default, low, b.call("flipped", aten.permute.default, low, [1, 0]))
-    cube = b.call("cube", aten.mm.default, gram, low)
-    high = b.call("high", aten._to_copy.default, cube, dtype=torch.float32)
-    update = b.call("update", aten.pow.Tensor_Scalar, high, 1.7)
-    graph = b.returns(b.call("new", aten.sub.Tensor, b["param"], update))
-    return Template("rounded", shape, torch.float32, leaves, ("param",), graph)
+    b = Writer(shape)
+    low = b.cast(b.call("x", aten.pow.Tensor_Scalar, b["grad"], 1.7), torch.bfloat16, "low")
+    update = b.call("update", aten.pow.Tensor_Scalar, b.cast(b.cube(low), torch.float32, "high"), 1.7)
+    return b.template("rounded", b.call("new", aten.sub.Tensor, b["param"], update))
 
 
 def test_fast_numerics_take_the_cheap_cut_anyway() -> None:
@@ -113,18 +127,10 @@ def test_muon(grid: Grid, resident: tuple[str, ...], itemsizes: tuple[int, int])
 
 def there_and_back(shape: Shape) -> Template:
     """The cheapest cut would bring the first product to the fragments and half of its bytes back again."""
-    leaves = tuple(Leaf(role, role.value, shape, torch.float32) for role in (Role.PARAM, Role.GRAD))
-    b = Builder(param=empty(shape), grad=empty(shape))
-
-    def cube(x: fx.Node, name: str) -> fx.Node:
-        flipped = b.call(f"{name}_flipped", aten.permute.default, x, [1, 0])
-        return b.call(name, aten.mm.default, b.call(f"{name}_gram", aten.mm.default, x, flipped), x)
-
-    first = cube(b["grad"], "first")
-    moved = b.call("moved", aten.add.Tensor, b["param"], first)
-    second = cube(b.call("low", aten._to_copy.default, moved, dtype=torch.bfloat16), "second")
-    graph = b.returns(b.call("new", aten.sub.Tensor, moved, second))
-    return Template("there-and-back", shape, torch.float32, leaves, ("param",), graph)
+    b = Writer(shape)
+    moved = b.call("moved", aten.add.Tensor, b["param"], b.cube(b["grad"], "first"))
+    second = b.cube(b.cast(moved, torch.bfloat16, "low"), "second")
+    return b.template("there-and-back", b.call("new", aten.sub.Tensor, moved, second))
 
 
 def test_values_cross_once_in_each_direction() -> None:
@@ -141,14 +147,9 @@ def test_values_cross_once_in_each_direction() -> None:
 
 def averaged(shape: Shape) -> Template:
     """Averages the new parameter in the state: the new parameter is read where the average is."""
-    roles = ((Role.PARAM, "param"), (Role.GRAD, "grad"), (Role.STATE, "ema"))
-    leaves = tuple(Leaf(role, name, shape, torch.float32) for role, name in roles)
-    b = Builder(param=empty(shape), grad=empty(shape), ema=empty(shape))
-    flipped = b.call("flipped", aten.permute.default, b["grad"], [1, 0])
-    cube = b.call("cube", aten.mm.default, b.call("gram", aten.mm.default, b["grad"], flipped), b["grad"])
-    new = b.call("new", aten.sub.Tensor, b["param"], cube)
-    graph = b.returns(new, b.call("mean", aten.lerp.Scalar, b["ema"], new, 0.3))
-    return Template("averaged", shape, torch.float32, leaves, ("param", "ema"), graph, state=(leaves[2],))
+    b = Writer(shape, "param", "grad", "ema")
+    new = b.call("new", aten.sub.Tensor, b["param"], b.cube(b["grad"]))
+    return b.template("averaged", new, b.call("mean", aten.lerp.Scalar, b["ema"], new, 0.3))
 
 
 @pytest.mark.parametrize("grid", [grid_of(2, 1), grid_of(1, 2), grid_of(2, 2)], ids=str)

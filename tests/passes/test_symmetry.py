@@ -159,10 +159,7 @@ def root_of_eigenvectors(f: Fixed) -> fx.Node:
 
 EXPECTED: dict[str, tuple[Callable[[Fixed], fx.Node], str]] = {
     "gram": (lambda f: f.gram(), "  %sym_gemm = canzona.sym_gemm.default(%x)"),
-    "tall": (
-        lambda f: f.mm(f.turn(f.b["x"]), f.b["x"]),
-        "  %sym_gemm = canzona.sym_gemm.default(%x, trans=True)",
-    ),
+    "tall": (lambda f: f.mm(f.turn(f.b["x"]), f.b["x"]), "  %sym_gemm = canzona.sym_gemm.default(%x, trans=True)"),
     "transposed twice": (
         lambda f: f.turn(f.call(aten.mul.Tensor, f.gram(), 0.5)),
         "  %sym_gemm = canzona.sym_gemm.default(%x, alpha=0.5)",

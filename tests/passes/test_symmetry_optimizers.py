@@ -19,7 +19,7 @@ from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.analysis.symmetry_proof import symmetric_leaves
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.options import Options
-from canzona_compile.ir.pipeline import PassHistory, run
+from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import differences, show
 from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Task, Template
 from canzona_compile.kernels import gemm_axpby, sym_gemm
@@ -33,10 +33,8 @@ from examples.optimizers.soap import SOAP
 from tests.conftest import Golden
 from tests.harness.marks import also
 from tests.harness.random_graphs import evaluate
-from tests.harness.samples import Builder, empty, grid_of, muon_step, rows_layout
-from tests.passes.symmetric_graphs import M, N, aten, calls, close, in_float64
-
-GPU = Machine("cuda", "nccl", 1)
+from tests.harness.samples import Builder, empty, grid_of, rows_layout
+from tests.passes.symmetric_graphs import GPU, M, N, aten, calls, close, in_float64, muon_history
 
 
 def test_state_is_symmetric_if_that_of_all_tasks_is() -> None:
@@ -59,22 +57,8 @@ def variant(name: str, write: Callable[[Builder], tuple[fx.Node, fx.Node]]) -> P
     graph = b.returns(*write(b))
     leaves = tuple(Leaf(Role.STATE, n, (M, M), torch.float32) for n in ("left", "right"))
     template = Template(name, (M, N), torch.float32, leaves, ("left", "right"), fx.Graph(), family="f")
-    none = fx.Graph()
-    return Placed(
-        name,
-        template,
-        None,
-        none,
-        graph,
-        none,
-        (),
-        (),
-        (),
-        (),
-        ("left", "right"),
-        None,
-        1,  # type: ignore[arg-type]
-    )
+    none: Any = fx.Graph()
+    return Placed(name, template, None, none, graph, none, (), (), (), (), ("left", "right"), None, 1)  # type: ignore[arg-type]
 
 
 def gram_of(b: Builder) -> fx.Node:
@@ -180,23 +164,19 @@ def test_eigenvalue_roots_are_symmetric_products() -> None:
     assert most == 4  # two statistics, two roots
 
 
-@cache
-def muon_history(numerics: str) -> PassHistory:
-    step = replace(muon_step(grid_of(1, 2), (64, 32), (6, 20), (32, 32)), machine=GPU)
-    options = Options(numerics=numerics)  # type: ignore[arg-type]
-    return run(step, [*planning_passes(options), *lowering_passes(options)])[1]
+SHAPES = ((64, 32), (6, 20), (32, 32))
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
-def test_muon(golden: Golden, numerics: str) -> None:
-    for record in muon_history(numerics).records:
+def test_muon(golden: Golden, numerics: Any) -> None:
+    for record in muon_history(numerics, *SHAPES).records:
         if record.name in ("gram", "symmetry"):
             golden(differences(show(record.before), show(record.after)), f"rewrites/{numerics}_{record.name}.diff")
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
-def test_muon_computes_the_same(numerics: str) -> None:
-    history = muon_history(numerics)
+def test_muon_computes_the_same(numerics: Any) -> None:
+    history = muon_history(numerics, *SHAPES)
     before, after = history.step_at("place"), history.step_at("symmetry")
     weighed = history.step_at("assign-owners")
     for old, weight, new in zip(before.placed, weighed.placed, after.placed, strict=True):
@@ -210,38 +190,31 @@ def test_muon_computes_the_same(numerics: str) -> None:
         assert numerics == "fast" or weight.cost == old.cost
 
 
-def test_stacks_of_tasks_compute_the_same() -> None:
-    step = muon_history("fast").step_at("scheduled")
-    cut = next(p for p in step.placed if p.stacked is not None and p.template.shape == (64, 32))
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [(((64, 32), (64, 32)), {SYM_GEMM, aten.diagonal_scatter.default}), (((32, 32), (32, 32)), {SYM_GEMM, GEMM_AXPBY})],
+    ids=["Gram matrices", "updates"],
+)
+def test_stacks_of_tasks_compute_the_same(shapes: tuple[tuple[int, int], ...], expected: set[Any]) -> None:
+    (cut,) = muon_history("fast", *shapes).step_at("scheduled").placed
     assert cut.stacked is not None
-    assert {SYM_GEMM, aten.diagonal_scatter.default} <= set(calls(cut.stacked.graph))
+    assert expected <= set(calls(cut.stacked.graph))
     each = [n.args[0] for n in cut.stacked.graph.nodes if getattr(n.target, "__name__", "") == "each"]
     assert not each  # nothing loops over tasks, as CUDA promises no bits of norms
-    wires = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wires = torch.randn(3, *shapes[0], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (found,) = evaluate(in_float64(cut.stacked.graph), {"_to_copy": wires, "eps": 1e-7})
     one_by_one = [evaluate(in_float64(cut.compute), {"_to_copy": w, "eps": 1e-7})[0] for w in wires]
     assert close(list(found), one_by_one)
 
 
-def test_updates_in_stacks() -> None:
-    step = replace(muon_step(grid_of(1, 2), (32, 32), (32, 32)), machine=GPU)
-    options = Options(numerics="fast")
-    (cut,) = run(step, [*planning_passes(options), *lowering_passes(options)])[0].placed
-    assert cut.stacked is not None
-    assert {SYM_GEMM, GEMM_AXPBY} <= set(calls(cut.stacked.graph))
-    wires = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    (found,) = evaluate(in_float64(cut.stacked.graph), {"_to_copy": wires, "eps": 1e-7})
-    assert close(list(found), [evaluate(in_float64(cut.compute), {"_to_copy": w, "eps": 1e-7})[0] for w in wires])
-
-
 def test_on_cpu_nothing_changes() -> None:
-    history = muon_history("exact")
+    history = muon_history("exact", *SHAPES)
     step = replace(history.step_at("fuse-collectives"), machine=Machine("cpu", "gloo", 1))
     assert Symmetry()(step) is step
 
 
 def test_costs_count_whole_products() -> None:
-    history = muon_history("exact")
+    history = muon_history("exact", *SHAPES)
     before, after = history.step_at("fuse-collectives"), history.step_at("symmetry")
     hardware = named_hardware("h100")
     for old, new in zip(before.placed, after.placed, strict=True):

@@ -106,15 +106,6 @@ def test_terminals_of_any_width_and_encoding(width: int, encoding: str) -> None:
     assert max(map(len, stream.read().splitlines())) <= min(width, 120)
 
 
-def test_colours_change_nothing_but_looks() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="truecolor")
-    console.print(render(PAGE))
-    written = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b[" in written
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", written)
-    assert [line.rstrip() for line in plain.splitlines()] == printed(render(PAGE), 80).splitlines()
-
-
 def test_names_that_are_too_long_lack_what_all_share() -> None:
     text = printed(render(PageModel((BLOCKS[3],))), 16)
     assert text.splitlines() == ["██  0", "▓▓  1", "names in full:", "layers.….weight"]

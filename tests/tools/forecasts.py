@@ -41,29 +41,14 @@ def forecast(ranks: int = 4, groups: int = 3) -> Forecast:
 def nasty() -> Forecast:
     """One with names that no one should give."""
     found = forecast()
-    names = {task.name: task.name for task in found.tasks} | dict(
-        zip((t.name for t in found.tasks), NASTY, strict=False)
-    )
-    spans = [replace(span, tasks=tuple(names[own] for own in span.tasks)) for span in found.simulation.spans]
+    names = dict(zip((task.name for task in found.tasks), NASTY, strict=False))
+    spans = [replace(span, tasks=tuple(names.get(own, own) for own in span.tasks)) for span in found.simulation.spans]
     return replace(
         found,
         model=NASTY[0],
         optimizer=NASTY[2],
         assumptions=NASTY,
         templates=(replace(found.templates[0], name=NASTY[0]), *found.templates[1:]),
-        tasks=tuple(replace(task, name=names[task.name]) for task in found.tasks),
+        tasks=tuple(replace(task, name=names.get(task.name, task.name)) for task in found.tasks),
         simulation=replace(found.simulation, spans=tuple(spans)),
     )
-
-
-def many_spans(ranks: int = 1024, times: int = 300) -> Forecast:
-    """The same step so many times in a row, with the loads of many ranks."""
-    found = forecast(16)
-    own, loads = found.simulation, found.loads
-    spans = (
-        replace(span, start=span.start + i * own.seconds, end=span.end + i * own.seconds)
-        for i in range(times)
-        for span in own.spans
-    )
-    simulation = replace(own, seconds=times * own.seconds, spans=tuple(spans), memory=())
-    return replace(found, loads=tuple(replace(loads[i % 16], rank=i) for i in range(ranks)), simulation=simulation)

@@ -187,18 +187,15 @@ def test_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ranks": 0}, "ranks is 0"),
         ({"base": "h1000"}, "no hardware 'h1000'"),
         ({"device": "cuda"}, "there is no CUDA device"),
+        ({"device": "cpu"}, "starts its own ranks"),
     ],
 )
 def test_what_cannot_be_measured(options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if options == {"device": "cpu"}:
+        monkeypatch.setenv("WORLD_SIZE", "2")  # as under torchrun
     with pytest.raises(CanzonaError, match=says):
         calibrate(extent=TINY, **options)
-
-
-def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CanzonaError, match="starts its own ranks"):
-        calibrate(device="cpu", extent=TINY)
 
 
 @pytest.mark.parametrize(("output", "says"), [("no/mine.json", "there is no such folder"), (".", "it is a folder")])

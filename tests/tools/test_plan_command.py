@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,8 @@ import pytest
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import read_plan
-from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.tools.planning.plan import ALTERNATIVES
 
-ROOT = Path(__file__).parents[2]
 NASTY = "[red]x|y[/red]"  # markup to rich, two cells to Markdown
 MODEL = NASTY.replace("/", ":")  # a file's name
 SHAPES = {name: [48, 48] for name in ("layers.0.q", "layers.0.o", "layers.1.q", "layers.1.o", NASTY)}
@@ -51,12 +46,6 @@ def out_of(capsys: pytest.CaptureFixture[str]) -> str:
     return out
 
 
-def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "canzona_compile", *arguments]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}  # no terminal, and an encoding that lacks most letters
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", env=environment)
-
-
 # -- formats ---------------------------------------------------------------------------------------
 
 
@@ -82,13 +71,6 @@ def test_json_is_a_plan_and_its_figures(good: list[str], capsys: pytest.CaptureF
     assert forecast["options"]["strategy"] == "owner"
     assert forecast["hardware"]["name"] == "h100"
     assert [one["chosen"] for one in forecast["alternatives"]] == [True]
-
-
-@pytest.mark.full
-def test_another_process_makes_the_same_plan(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    done = shell(*good, "--format", "json")
-    assert (done.returncode, done.stderr, main([*good, "--format", "json"])) == (0, "", 0)
-    assert json.loads(done.stdout) == json.loads(out_of(capsys))
 
 
 def test_a_page_a_trace_and_markdown(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,37 +118,22 @@ def refused(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
     return err
 
 
-@pytest.mark.full
-def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
-    done = shell(*good, "--mesh", "fsdp=0")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("\nerror: fsdp is 0, not a positive integer\n  at:   mesh\n  hint: as in dp=32,")
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         (["--model", "gpt-5"], ["there is no model 'gpt-5'", "at:   model", "hint: use one of qwen3-0.6b"]),
         (["--model", "qwen3-0.6b", "--split", "q"], ["there is no split 'q'", "at:   split", "hint: qkv, gate-up"]),
-        (["--model", "qwen3-0.6b", "--mesh", "tp=3"], ["tp=3 does not divide", "at:   mesh", "hint: tp can be"]),
-        (["--mesh", "sp=2"], ["there is no mesh dim 'sp'", "at:   mesh", "hint: dims are dp"]),
         (["--optimizer", "adam"], ["there is no optimizer 'adam'", "hint: one of muon+adamw, muon, normuon, soap"]),
         (["--optimizer", "no_such_module:X"], ["cannot be imported", "no_such_module:X"]),
         (["--optimizer", "torch.optim:Nothing"], ["cannot be imported", "has no attribute 'Nothing'"]),
         (["--optimizer", "torch.nn:Linear"], ["is not a subclass of torch.optim.Optimizer"]),
         (["--optimizer", "torch.optim:LBFGS"], ["LBFGS", "closure"]),
-        (["--hardware", "tpu"], ["there is no hardware 'tpu'", "hint: use one of a100"]),
         (["--hardware", "nothing.json"], ["there is no file 'nothing.json'", "hint: use one of a100"]),
         (["--rank", "2"], ["rank 2 is not one of the 2 ranks of fsdp=2", "rank="]),
         (["--rank", "-1"], ["rank -1 is not one of the 2 ranks", "rank="]),
         (["--alpha", "1.5"], ["alpha=1.5 is not between 0 and 1", "hint: 1 balances most"]),
-        (["--alpha", "-0.1"], ["alpha=-0.1 is not between 0 and 1", "hint: 1 balances most"]),
-        (["--alpha", "nan"], ["alpha=nan is not between 0 and 1", "hint: 1 balances most"]),
         (["--alpha", "0.5", "--planner", "lpt"], ["--alpha is for the planner alpha, not for lpt", "at:   plan"]),
-        (
-            ["--capacity", "100"],
-            ["capacity=100 is less than the 4608 bytes", "at:   layers.0.q", "hint: pass at least 4608"],
-        ),
+        (["--capacity", "100"], ["less than the 4608 bytes", "at:   layers.0.q", "hint: pass at least 4608"]),
         (["--capacity", "0"], ["capacity=0 is not a positive integer", "capacity="]),
         (["--micro-groups", "0"], ["micro_groups=0 is not a positive integer", "micro_groups="]),
         (["--depth", "-1"], ["depth=-1 is not a positive integer", "depth="]),
@@ -182,66 +149,14 @@ def test_options_that_cannot_be(
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize(
-    ("option", "text", "words"),
-    [
-        ("--params", None, ["it cannot be read: No such file", "hint: pass a file"]),
-        ("--params", "{", ["the file is not JSON", "hint: write a JSON"]),
-        ("--params", "{}", ["there are no matrices to plan", "hint: as in"]),
-        ("--params", '{"w": [8, 0]}', [": w", "its shape is [8, 0]", "hint: [rows, columns]"]),
-        (
-            "--params",
-            '{"w": {"shape": [8, 8], "tp": 2}}',
-            [": w", "tp is 2, which is not a dim of [8, 8]", "hint: set tp to the dim"],
-        ),
-        ("--hf-config", None, ["it cannot be read: No such file", "hint: pass a file"]),
-        ("--hf-config", "{}", ["the field 'num_attention_heads' is missing", "hint: is it the config of a decoder?"]),
-        ("--hf-config", '{"num_attention_heads": "8"}', ["is '8', not a positive integer", "hint: copy it"]),
-        ("--hardware", "{", ["the file is not JSON"]),
-        ("--hardware", "[]", ["the file is not a JSON object", "hint: ", "calibrate"]),
-        ("--hardware", "{}", ["schema is None, not 1", "hint: ", "calibrate"]),
-    ],
-)
-def test_files_that_cannot_be(
-    option: str, text: str | None, words: list[str], good: list[str], write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(text, "file.json") if text is not None else "no/such/file.json"
+@pytest.mark.parametrize("option", ["--params", "--hf-config", "--hardware"])
+def test_files_that_cannot_be(option: str, good: list[str], write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """What else may be wrong with files is in the tests of those that read them."""
+    path = write("{", "file.json")
     if option != "--hardware":
         good[1:3] = []
     said = refused(capsys, [*good, option, path])
-    assert all(word in said for word in [f"at:   {path}", *words]), said
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("name", None, "the field 'name' is missing"),
-        ("speed", 1, "the field 'speed' is unknown"),
-        ("name", 5, "name is 5, not a string"),
-        ("overlap", 1, "overlap is 1, neither true nor false"),
-        ("ranks_per_node", 0, "ranks_per_node is 0, not a positive number"),
-        ("bandwidth", "fast", "bandwidth is 'fast', not a positive number"),
-        ("bandwidth", float("inf"), "bandwidth is inf, not a positive number"),
-        ("launch", -1, "launch is -1, not a number of at least 0"),
-        ("products", {}, "products is not an object with a rate per name"),
-        ("products", {"bfloat16": [[1]]}, "products.bfloat16 is not a list of pairs"),
-        ("products", {"bfloat16": [[2, 1], [1, 1]]}, "the sizes of products.bfloat16 do not ascend"),
-        ("factorizations", {"qr": [[1, 1]]}, "factorizations has no rate 'other'"),
-        ("node", {"bandwidth": 1}, "the field node.latency is missing"),
-        ("network", {"bandwidth": 0, "latency": 0}, "network.bandwidth is 0, not a positive number"),
-        ("measured", ["speed"], "measured names 'speed'"),
-    ],
-)
-def test_hardware_that_cannot_be(
-    name: str, value: object, says: str, good: list[str], write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = named_hardware("h100").to_dict() | {name: value}
-    if value is None:
-        del fields[name]
-    path = write(fields, "hardware.json")
-    said = refused(capsys, [*good, "--hardware", path])
-    assert says in said
-    assert f"at:   {path}" in said
+    assert all(words in said for words in ("error: the file is not JSON: ", f"\n  at:   {path}\n  hint: "))
 
 
 def test_output_that_cannot_be_written(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,18 +173,8 @@ def test_output_that_cannot_be_written(good: list[str], capsys: pytest.CaptureFi
         ["--mesh", "fsdp=2"],
         ["--model", "qwen3-0.6b"],
         ["--model", "qwen3-0.6b", "--params", "shapes.json", "--mesh", "fsdp=2"],
-        *(
-            ["--model", "qwen3-0.6b", "--mesh", "fsdp=2", *option.split()]
-            for option in (
-                "--planner best",
-                "--strategy none",
-                "--strategy gram",
-                "--strategy batch-split",
-                "--updates zero3",
-                "--format pdf",
-                "--capacity 1GiB",
-            )
-        ),
+        ["--model", "qwen3-0.6b", "--mesh", "fsdp=2", "--planner", "best"],
+        ["--model", "qwen3-0.6b", "--mesh", "fsdp=2", "--capacity", "1GiB"],
     ],
     ids=" ".join,
 )

@@ -172,11 +172,7 @@ def test_patterns_reach_parameters_below_wrappers() -> None:
     optimizer: Any = torch.optim.Muon(model.parameters())
     canzona_compile.wrap(optimizer, model=model, split={"[0-9].weight": {"q": 8, "k": 8, "v": 8}})
     found = [row.name for row in canzona_compile.explain(optimizer).parameters]
-    assert found == [
-        "0.weight[q]",
-        "0.weight[k]",
-        "0.weight[v]",
-    ]
+    assert found == ["0.weight[q]", "0.weight[k]", "0.weight[v]"]
 
 
 def test_names_of_groups_and_of_the_model_are_the_same() -> None:

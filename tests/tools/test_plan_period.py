@@ -60,7 +60,6 @@ def test_the_steps_of_a_period() -> None:
     for text in (made.to_text(), made.to_markdown()):
         assert all(words in text for words in ("mean of", f"{EVERY} steps", "heaviest"))
     assert json.loads(made.to_json())["forecast"]["period"]["worst"] == heavy
-    assert "heaviest step" in " ".join(made.to_html().split())
 
 
 @pytest.mark.full
@@ -70,12 +69,9 @@ def test_the_optimizers_that_people_plan_with_have_periods(name: str) -> None:
     period = made.forecast.period
     assert period is not None
     assert period.mean < period.worst == max(period.seconds)
-    assert "mean of" in made.to_text()
-    assert "heaviest" in made.to_text()
 
 
 def test_steps_alike_have_no_period() -> None:
     made = planned(torch.optim.Muon)
     assert made.forecast.period is None
     assert "mean of" not in made.to_text()
-    assert "heaviest" not in made.to_text() + made.to_markdown()

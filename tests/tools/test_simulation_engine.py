@@ -59,32 +59,24 @@ def accounts(found: SimulatedRun) -> list[tuple[float, float, float]]:
 # -- processors --------------------------------------------------------------------------------
 
 
-def test_ranks_with_processors_of_their_own() -> None:
-    found = play([[work(3)], [work(1), work(1)]], processors=2, ranks_per_node=2)
-    assert found.seconds == 3
-    assert found.finish == [3, 2]
-    assert accounts(found) == [(3, 0, 0), (2, 0, 1)]
-
-
-def test_two_ranks_on_one_processor_take_twice_as_long() -> None:
-    found = play([[work(3)], [work(3)]], processors=1, ranks_per_node=2)
-    assert found.finish == [6, 6]
-    assert accounts(found) == [(6, 0, 0), (6, 0, 0)]
-
-
-def test_a_processor_is_shared_only_while_both_want_it() -> None:
-    found = play([[work(1)], [work(3)]], processors=1, ranks_per_node=2)
-    assert found.finish == [2, 4]  # at half speed until 2, then alone
-
-
-def test_three_jobs_on_two_processors_run_at_two_thirds() -> None:
-    found = play([[work(2)], [work(2)], [work(4)]], processors=2, ranks_per_node=4)
-    assert found.finish == pytest.approx([3, 3, 5])
-
-
-def test_nodes_do_not_share() -> None:
-    found = play([[work(3)], [work(3)], [work(3)]], processors=1, ranks_per_node=2)
-    assert found.finish == [6, 6, 3]
+@pytest.mark.parametrize(
+    ("jobs", "processors", "ranks_per_node", "finish"),
+    [
+        ([[3], [1, 1]], 2, 2, [3, 2]),  # processors of their own
+        ([[3], [3]], 1, 2, [6, 6]),
+        ([[1], [3]], 1, 2, [2, 4]),  # at half speed until 2, then alone
+        ([[2], [2], [4]], 2, 4, [3, 3, 5]),  # two thirds
+        ([[3], [3], [3]], 1, 2, [6, 6, 3]),  # nodes do not share
+    ],
+)
+def test_processors_are_shared_while_several_want_them(
+    jobs: list[list[float]], processors: int, ranks_per_node: int, finish: list[float]
+) -> None:
+    found = play([list(map(work, own)) for own in jobs], (), processors, ranks_per_node)
+    assert found.finish == pytest.approx(finish)
+    assert found.seconds == max(found.finish)
+    busy = [sum(own) if len(jobs) <= processors else end for own, end in zip(jobs, finish, strict=True)]
+    assert accounts(found) == [pytest.approx((own, 0, found.seconds - own)) for own in busy]
 
 
 def test_work_of_no_time_takes_none() -> None:

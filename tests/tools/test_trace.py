@@ -52,22 +52,11 @@ def test_it_is_of_the_format(found: Forecast) -> None:
     assert not {"products", "node"} & set(assumed)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"dur": -1.0},
-        {"ts": None},
-        {"bp": "e"},
-        {"args": {}},
-        {"ph": "B"},
-        {"extra": 1},
-    ],
-    ids=str,
-)
-def test_the_schema_notices_what_is_wrong(change: dict[str, Any]) -> None:
-    made = trace(forecast())
-    events(made, "X")[0].update(change)
-    assert not checker().is_valid(json.loads(json.dumps(made)))
+def test_the_schema_notices_what_is_wrong() -> None:
+    for change in ({"dur": -1.0}, {"ts": None}, {"bp": "e"}, {"args": {}}, {"ph": "B"}, {"extra": 1}):
+        made = trace(forecast())
+        events(made, "X")[0].update(change)
+        assert not checker().is_valid(json.loads(json.dumps(made))), change
 
 
 def test_every_span_is_there_and_inside_the_step(found: Forecast) -> None:
