@@ -296,7 +296,7 @@ class StateStore:
         source = grid.ranks[task.owner[0]][task.owner[1]]
         group, device = self.groups.of(grid.members()), self.params[task.name].device
         given = (refused.problem, refused.at, refused.hint) if refused is not None else state
-        found: Any = send_values(given, source, group, device, self.watch)
+        found: tuple[str, str, str] | dict[str, Any] = send_values(given, source, group, device, self.watch)
         if isinstance(found, tuple):
             problem, at, hint = found
             raise CanzonaError(problem, at=at, hint=hint) from refused

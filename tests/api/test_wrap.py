@@ -316,11 +316,12 @@ def test_attributes_of_parameters_that_are_equal_and_not_the_same() -> None:
 
 
 def test_private_attributes_of_parameters() -> None:
-    """A plan gives none to a step of one parameter, so such an optimizer runs in another way."""
-    pair = Pair(Marked, [(4, 4)] * 2)
-    for optimizer in pair.both:
-        params_of(optimizer)[0]._scaled = True  # type: ignore[attr-defined]
-    pair.steps(2)
+    """A plan gives none to a step of one parameter, so an optimizer that reads one is refused."""
+    wrapped = canzona_compile.wrap(Marked(parameters([(4, 4)] * 2)))
+    params_of(wrapped)[0]._scaled = True  # type: ignore[attr-defined]
+    feed(wrapped, 0)
+    with pytest.raises(UnsupportedOptimizer):
+        wrapped.step()
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "afterwards"])

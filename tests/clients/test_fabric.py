@@ -17,7 +17,7 @@ from torch.optim import Muon
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import canzona_compile
-from canzona_compile import CanzonaError, UnsupportedOptimizer
+from canzona_compile import CanzonaError
 from tests.harness.frameworks import running_ranks
 from tests.harness.marks import also, first
 from tests.harness.optimizers import share_captures
@@ -164,16 +164,17 @@ def test_save_and_load(source: str, tmp_path: Path) -> None:
     check(both[0], resumed[1])
 
 
-def test_what_fabric_put_around_an_optimizer_is_not_wrapped() -> None:
+def test_the_optimizer_inside_of_what_fabric_put_around_it_is_wrapped() -> None:
     """A step of the proxy's class would change nothing, and say nothing."""
-    plain, wrapped = pair()
-    with pytest.raises(UnsupportedOptimizer, match="if it is a wrapper around another optimizer, wrap that one"):
-        canzona_compile.wrap(plain.optimizer)
+    (plain, wrapped), (around, _) = pair(), pair()
+    assert canzona_compile.wrap(around.optimizer) is around.optimizer
+    assert canzona_compile.is_wrapped(around.inner)
     with pytest.raises(CanzonaError, match="is a wrapper around the wrapped optimizer"):
         canzona_compile.unwrap(wrapped.optimizer)
-    for training in (plain, wrapped):
+    for training in (plain, wrapped, around):
         training.steps(range(2))
     check(plain, wrapped)
+    check(plain, around)
     canzona_compile.unwrap(wrapped.inner)
     assert type(wrapped.inner) is Muon
     for training in (plain, wrapped):

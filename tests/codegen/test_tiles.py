@@ -17,7 +17,7 @@ PROCESSORS = {1: 10**6, MOST_TILES: 0}  # by the tiles of a block that they lead
 @pytest.mark.parametrize("tiles", PROCESSORS)
 @pytest.mark.parametrize("form", ["flat", "columns", "turned"])
 def test_every_element_is_written(tiles: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "processors", lambda device, interpreted: PROCESSORS[tiles])
+    monkeypatch.setattr(launch, "processors", lambda device: PROCESSORS[tiles])
     program = PointwiseProgram("copy", copying(torch.float32, torch.float32), ((torch.float32,),))
     sources, targets, around = [], [], []
     for size in SIZES:

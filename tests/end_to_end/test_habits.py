@@ -148,7 +148,7 @@ class Configured(PerParameter):
 @pytest.mark.parametrize("inside", ["dict", "object"])
 def test_what_users_change_inside_of_an_attribute_is_refused(inside: str) -> None:
     plain, wrapped = Configured(parameters()), Configured(parameters())
-    canzona_compile.wrap(wrapped)
+    canzona_compile.wrap(wrapped, one_per_matrix=Configured)
     for step in range(2):
         for optimizer in (plain, wrapped):
             feed(optimizer, step)
