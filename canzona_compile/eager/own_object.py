@@ -23,6 +23,7 @@ from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import MatrixGenerators
 from canzona_compile.replica.twin import step_plainly
+from canzona_compile.tensors import inner_tensors
 
 Maker = Callable[[list[torch.nn.Parameter]], Optimizer]  # makes an optimizer of some parameters
 OWN_OBJECT = "object"  # the key of the object in `optimizer.state[param]` on its owner
@@ -189,7 +190,7 @@ def packed(value: Any, path: tuple[str, ...], leaves: dict[str, Tensor]) -> Any:
         path: the keys that lead to it. Leaves have slashes in their names, as dots mean pieces of fused parameters.
     """
     at = "/".join(path)
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not inner_tensors(value):
         if leaf_name((at,)) in set(map(leaf_name, ((name,) for name in leaves))):
             raise TypeError(f"has two values at {at}")
         leaves[at] = value.detach().clone()

@@ -12,6 +12,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
 from canzona_compile import CanzonaError, explain
+from tests.harness.own_objects import ByAddress
 from tests.harness.pairs import different, feed, parameters, params_of
 
 SHAPES = ((6, 4), (4, 6), (5,))
@@ -153,3 +154,17 @@ def test_a_holder_that_is_no_optimizer_is_refused_with_the_line_that_works() -> 
     with pytest.raises(CanzonaError) as error:
         canzona_compile.wrap(Chained(two()))  # type: ignore[type-var]
     assert "self.chained_optimizers" in str(error.value.hint)
+
+
+def test_what_one_of_them_refuses_to_give_back_none_gives_back() -> None:
+    params = parameters(SHAPES)
+    muon, own = Muon(params[:1], lr=0.1), ByAddress(params[1:2])
+    inner = [canzona_compile.wrap(muon), canzona_compile.wrap(own, one_per_matrix=ByAddress)]
+    holder: Any = OptimizersContainer(inner)
+    for optimizer in inner:
+        feed(optimizer, 0)
+    holder.step()
+    with pytest.raises(CanzonaError, match="cannot be merged back"):
+        canzona_compile.unwrap(holder)
+    assert [canzona_compile.is_wrapped(optimizer) for optimizer in inner] == [True, True]
+    assert type(canzona_compile.unwrap(muon)) is Muon

@@ -1,26 +1,24 @@
-"""State of classes that have few operators: taken over from plain steps, saved, refused by name where neither works.
+"""State of classes that have few operators: taken over from plain steps, or refused by name.
 
 Each case is shown for a class of our own and, where it is installed, for torchao's.
 """
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from tests.harness.layouts import Case, full
+from tests.harness.layouts import Case
 from tests.harness.low_bit import LowBitMomentum
 from tests.harness.marks import first
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import Pair, same_bits
+from tests.harness.pairs import Pair
 from tests.harness.published import imported
 from tests.harness.ranks import run
 
@@ -80,40 +78,19 @@ def test_fragments_that_stay_apart_are_refused_on_all_ranks(
         assert "hint: call wrap before the first step" in said
 
 
-# -- saved -------------------------------------------------------------------------------------------
+# -- one object per matrix ---------------------------------------------------------------------------
 
 
-def saved_midway(package: str, layout: str) -> list[str]:
-    """Three steps, two more, and the same two by a new optimizer that loads what was saved; what differs."""
-
-    def begun() -> Pair:
-        made = partial(make, package, draws=True)
-        options: Any = {"dtype": torch.bfloat16, "captures_anew": True, "strategy": "owner", "one_per_matrix": made}
-        return Pair(made, ((128, 64),) * 2, Case(layout, (2,)), **options)
-
-    def train(pair: Pair, steps: range) -> None:
-        for pair.number in steps:
-            pair.feed()
-            pair.wrapped.step()
-
-    one, other = begun(), begun()
-    train(one, range(3))
-    assert {row.cell for row in canzona_compile.explain(one.wrapped).parameters} == {"own object"}
-    state = copy.deepcopy(one.wrapped.state_dict())
-    kept = [value for own in state["state"].values() for value in own.values() if isinstance(value, Tensor)]
-    assert {type(value) for value in kept} == {Tensor}  # any checkpoint can hold them
-    with torch.no_grad():
-        for mine, yours in zip(other.laid.params, one.laid.params, strict=True):
-            mine.copy_(yours)
-    other.wrapped.load_state_dict(state)
-    for pair in (one, other):
-        train(pair, range(3, 5))
-    pairs = enumerate(zip(one.laid.params, other.laid.params, strict=True))
-    return [f"parameter {i}" for i, (mine, yours) in pairs if not same_bits(full(mine), full(yours))]
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize("package", first(PACKAGES))
-def test_what_draws_is_saved(package: str) -> None:
+def test_what_only_its_class_can_save_is_refused_with_its_name(package: str) -> None:
+    """A checkpoint holds plain tensors, and a state dict with others can only be loaded as the class likes."""
     imported(package)
-    assert run(2, saved_midway, package, "fsdp") == [[], []]
+    made = partial(make, package, draws=True)
+    pair = Pair(made, ((128, 64),) * 2, dtype=torch.bfloat16, captures_anew=True, one_per_matrix=made)
+    pair.feed()
+    pair.wrapped.step()
+    assert {row.cell for row in canzona_compile.explain(pair.wrapped).parameters} == {"own object"}
+    kind = "OptimState8bit" if package == TORCHAO else "LowBit"
+    with pytest.raises(CanzonaError, match=f"has a {kind} at state/0/") as caught:
+        pair.wrapped.state_dict()
+    assert caught.value.at == "group0.param0"
