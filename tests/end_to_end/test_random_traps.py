@@ -1,10 +1,9 @@
-"""Traps that hypothesis makes up by their grammar: whatever a step reads or writes, it is followed or refused."""
+"""Traps that hypothesis makes up: however state begins, is written and read, it is followed or refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, note, settings
@@ -13,115 +12,6 @@ from hypothesis import strategies as st
 from tests.harness.layouts import ALONE
 from tests.harness.trap_runs import DIFFERENT, verdict
 from tests.harness.traps.grammar import lines, nested, trap
-
-Edits = Mapping[int, str]  # by step, the name of an edit
-RATE = 'optimizer.param_groups[0]["lr"] *= 0.5'
-DROPPED = "params[-1].grad = None"
-CLEARED = "optimizer.state.clear()"
-
-
-def check(steps: int, edits: Mapping[int, str], **pieces: Any) -> None:
-    """A trap that is made up is followed or refused."""
-    found = verdict(trap("made-up", "made up", "either", steps=steps, edit=edits, **pieces), ALONE)
-    note(str(found))
-    assert found.kind != DIFFERENT
-
-
-# -- what a step reads, on some steps --------------------------------------------------------------
-
-GRADS = 'for g in self.param_groups for p in g["params"] if p.grad is not None'
-READS = {
-    "nothing": "1.0",
-    "attribute": "self.number",
-    "global": 'OUTSIDE["number"]',
-    "index": "1.0 + place",
-    "number of parameters": '1.0 / len(group["params"])',
-    "rate of first group": 'self.param_groups[0]["lr"]',
-    "largest rate": 'max(g["lr"] for g in self.param_groups)',
-    "mark of parameter": 'getattr(param, "lr_mul", 1.0)',
-    "own norm": "1.0 / (1.0 + grad.norm())",
-    "norm of all": f"1.0 / (1.0 + sum(p.grad.square().sum() {GRADS}))",
-    "own count": "1.0 / count",
-    "value of neighbour": '1.0 + group["params"][place - 1].detach().sum().abs()',
-}
-WRITTEN = ("attribute", "global")
-EDITS = {
-    "none": "pass",
-    "attribute": "optimizer.number = 0.5 + step",
-    "global": 'OUTSIDE["number"] = 0.5 + step',
-    "rate": RATE,
-    "mark": "params[1].lr_mul = 0.5 + step",
-    "clear state": CLEARED,
-    "halve state": 'for state in optimizer.state.values():\n    state["count"] //= 2',
-    "drop gradient": DROPPED,
-    "huge gradient": "params[0].grad.mul_(1e4)",
-}
-STEPS = 44
-
-
-@dataclass(frozen=True, slots=True)
-class Habit:
-    """What a step reads on some steps.
-
-    Attributes:
-        read: one of READS.
-        start, period: it reads on step `start` and every `period` steps after that.
-        writes: whether it also changes what it reads, if that is one of WRITTEN.
-    """
-
-    read: str
-    start: int
-    period: int
-    writes: bool
-
-    @property
-    def text(self) -> str:
-        """What it does, in Python."""
-        read = READS[self.read]
-        write = f"{read} += 0.25" if self.writes and self.read in WRITTEN else ""
-        due = f"count >= {self.start} and (count - {self.start}) % {self.period} == 0"
-        return nested(f"if {due}:", write, f"update = update * ({read})")
-
-
-habits = st.builds(Habit, st.sampled_from(list(READS)), st.integers(1, 40), st.integers(1, 40), st.booleans())
-one_or_two = st.lists(habits, min_size=1, max_size=2)
-edits_of_habits = st.dictionaries(st.integers(1, STEPS - 1), st.sampled_from(list(EDITS)), max_size=3)
-
-
-def check_habits(own: list[Habit], edits: Edits, elementwise: bool, on_host: bool) -> None:
-    last = max([habit.start + habit.period for habit in own] + [step + 1 for step in edits] + [2])
-    check(
-        min(STEPS, last + 2),
-        {step: EDITS[edit] for step, edit in edits.items()},
-        shapes=((3, 2), (2, 3), (3, 2)),
-        outside='OUTSIDE = {"number": 1.0}',
-        groups='halves(params, {}, {"lr": 0.07})',
-        begin="self.number = 1.0",
-        step="pass",
-        param=lines(
-            'count = state["count"] = state.get("count", 0) + 1',
-            f"update = {'grad * 0.1' if elementwise else 'cube(grad)'}",
-            "if update.sum().item() == 12345.0:\n    continue" if on_host else "",
-            *[habit.text for habit in own],
-        ),
-        times="1.0",
-    )
-
-
-@given(one_or_two, edits_of_habits, st.booleans(), st.just(True))
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_few(own: list[Habit], edits: Edits, elementwise: bool, on_host: bool) -> None:
-    check_habits(own, edits, elementwise, on_host)
-
-
-@pytest.mark.full
-@given(one_or_two, edits_of_habits, st.booleans(), st.booleans())
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_many(own: list[Habit], edits: Edits, elementwise: bool, on_host: bool) -> None:
-    check_habits(own, edits, elementwise, on_host)
-
-
-# -- how state begins, is written and read ---------------------------------------------------------
 
 ZEROS = "torch.zeros_like(param)"
 BEGINNINGS = {  # `before` is the entry before, or None
@@ -153,17 +43,17 @@ WRITES = {  # `now` is what the entry holds, `part` a gradient in its form
         "if isinstance(now, Tensor) and now.ndim == 2:\n    state[name] = now - 0.1 * (now @ now.T @ now)"
     ),
 }
-EDITS_OF_STATE = {
+EDITS = {
     "none": "pass",
-    "rate": RATE,
-    "drop gradient": DROPPED,
+    "rate": 'optimizer.param_groups[0]["lr"] *= 0.5',
+    "drop gradient": "params[-1].grad = None",
     "reload": "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
     "halve state": """
         for value in [value for state in optimizer.state.values() for value in state.values()]:
             if isinstance(value, Tensor):
                 value.mul_(0.5)
     """,
-    "clear state": CLEARED,
+    "clear state": "optimizer.state.clear()",
     "huge gradient": "params[0].grad.mul_(1e3)",
 }
 IN_PLACE = {"outside": "written_in_place = WrittenInPlace()", "every": "written_in_place(params, step)"}
@@ -201,10 +91,10 @@ entries = st.builds(
     Entry, st.sampled_from(list(BEGINNINGS)), st.sampled_from(list(WRITES)), st.integers(1, 3), st.booleans()
 )
 several = st.lists(entries, min_size=1, max_size=3)
-edits_of_state = st.dictionaries(st.integers(1, 11), st.sampled_from(list(EDITS_OF_STATE)), max_size=3)
+changes = st.dictionaries(st.integers(1, 11), st.sampled_from(list(EDITS)), max_size=3)
 
 
-def check_state(own: list[Entry], edits: Edits, elementwise: bool, in_place: bool) -> None:
+def check(own: list[Entry], edits: Mapping[int, str], elementwise: bool, in_place: bool) -> None:
     beginnings = {entry.beginning for entry in own}
     for edit in edits.values():
         # Torch casts loaded state to the dtype of the parameter, a wrapped optimizer to that which its code makes. What
@@ -212,9 +102,12 @@ def check_state(own: list[Entry], edits: Edits, elementwise: bool, in_place: boo
         casts = edit == "reload" and beginnings & {"zeros in float64", "zeros in bfloat16"}
         assume(not casts and not (edit in ("halve state", "reload") and "the parameter" in beginnings))
     begun = [entry.begun(i) for i, entry in enumerate(own)]
-    check(
-        max([5, *(step + 3 for step in edits)]),
-        {step: EDITS_OF_STATE[edit] for step, edit in edits.items() if not (in_place and edit == "drop gradient")},
+    made = trap(
+        "made-up",
+        "made up",
+        "either",
+        steps=max([5, *(step + 3 for step in edits)]),
+        edit={step: EDITS[edit] for step, edit in edits.items() if not (in_place and edit == "drop gradient")},
         shapes=((3, 2), (2, 3)),
         param=lines(
             nested("if not state:", 'state["count"] = 0', *begun),
@@ -225,16 +118,19 @@ def check_state(own: list[Entry], edits: Edits, elementwise: bool, in_place: boo
         times="1.0",
         **(IN_PLACE if in_place else {}),
     )
+    found = verdict(made, ALONE)
+    note(str(found))
+    assert found.kind != DIFFERENT
 
 
-@given(several, edits_of_state, st.booleans(), st.booleans())
+@given(several, changes, st.booleans(), st.booleans())
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_few_states(own: list[Entry], edits: Edits, elementwise: bool, in_place: bool) -> None:
-    check_state(own, edits, elementwise, in_place)
+def test_a_few(own: list[Entry], edits: Mapping[int, str], elementwise: bool, in_place: bool) -> None:
+    check(own, edits, elementwise, in_place)
 
 
 @pytest.mark.full
-@given(several, edits_of_state, st.booleans(), st.booleans())
+@given(several, changes, st.booleans(), st.booleans())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_many_states(own: list[Entry], edits: Edits, elementwise: bool, in_place: bool) -> None:
-    check_state(own, edits, elementwise, in_place)
+def test_many(own: list[Entry], edits: Mapping[int, str], elementwise: bool, in_place: bool) -> None:
+    check(own, edits, elementwise, in_place)

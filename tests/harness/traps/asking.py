@@ -18,16 +18,6 @@ asking("cache-of-numbers")("""
             return float(number**-0.5)
     scale: root(len(param))
 """)
-# The function counts its calls.
-asking("cache-with-effect", REFUSED, says="MADE")("""
-    outside:
-        MADE = []
-        @functools.lru_cache
-        def number_of(shape):
-            MADE.append(shape)
-            return 1.0 / len(MADE)
-    scale: number_of(tuple(param.shape))
-""")
 # Nobody writes the tensor that the function returns.
 asking("cache-of-tensors", REFUSED, **IDENTITY, **TWO)("""
     param:
@@ -74,34 +64,12 @@ asking("cache-of-buffers", REFUSED)("""
         shared.lerp_(grad, 0.1)
     update: cube(shared)
 """)
-# The function keeps what it read first, whatever becomes of it.
-asking("cache-of-a-global", REFUSED)("""
-    outside:
-        RATE = [1.0]
-        @functools.lru_cache
-        def rate():
-            return RATE[0]
-    scale: rate()
-    edit: RATE[0] = 2.0
-""")
-# The method counts its calls.
-asking("cache-of-a-method", REFUSED, says=("scale", "lru_cache"))("""
-    scale: self.scale(tuple(param.shape))
-    body:
-        made = 0
-
-        @functools.lru_cache
-        def scale(self, shape):
-            self.made += 1
-            return 1.0 / self.made
-""")
 
 # -- addresses and strides -------------------------------------------------------------------------
 
 SLOW = '{p.data_ptr() for p in self.param_groups[0]["params"][:2]}'
 KNOWN = {"says": "address", "scale": "0.5 if param.data_ptr() in self.slow else 1.0"}
 asking("address-in-set", REFUSED, **KNOWN, begin=f"self.slow = {SLOW}")
-asking("address-in-dict", REFUSED, **KNOWN, begin=f"self.slow = dict.fromkeys({SLOW}, 0.5)")
 ODD_IN_COLUMNS = {
     "start": "value.t().contiguous().t() if place % 2 else value",
     "layouts": (PLAIN, DDP),  # FSDP2 takes no parameter that lies in columns
@@ -110,31 +78,11 @@ STRIDES = {"says": "strides"}
 CONTIGUOUS = {"scale": "1.0 if grad.is_contiguous() else 0.5"}
 ODD_TURNED = "for param in params[1::2]:\n    param.grad = turn(param.grad)"
 asking("contiguous-parameter", REFUSED, **STRIDES, scale="1.0 if param.is_contiguous() else 0.5", **ODD_IN_COLUMNS)
-asking("stride-of-parameter", REFUSED, **STRIDES, scale="1.0 if param.stride(-1) == 1 else 0.5", **ODD_IN_COLUMNS)
 asking("contiguous-gradient", REFUSED, **STRIDES, **CONTIGUOUS, every=ODD_TURNED)
-asking("contiguous-gradient-later", REFUSED, **STRIDES, **CONTIGUOUS, edit={2: ODD_TURNED, 3: ODD_TURNED})
 asking("contiguous-gradient-never-turned", **CONTIGUOUS)
-# Inside of `vmap` tensors have no memory that can be reached.
-asking("contiguous-inside-of-vmap")("""
-    update: cube(torch.vmap(lambda row: row if row.is_contiguous() else row.contiguous())(grad))
-""")
-asking("contiguous-inside-of-grad")("""
-    param:
-        def squares(own):
-            return (own if own.is_contiguous() else own.contiguous()).square().sum()
-    update: cube(torch.func.grad(squares)(grad))
-""")
 asking("stride-of-gradient", REFUSED, **STRIDES, scale="1.0 if grad.stride(-1) == 1 else 0.5", every=ODD_TURNED)
-# Under FSDP2 a rank asks its fragment, and one with a single row is contiguous.
-asking("contiguous-gradient-elementwise", REFUSED, **STRIDES, **CONTIGUOUS, layouts=(PLAIN, DDP))("""
-    update: grad
-    every:
-        for param in params[1::2] if step >= 1 else ():
-            param.grad = turn(param.grad)
-""")
 
 # -- the environment -------------------------------------------------------------------------------
 
 SET = 'os.environ["CANZONA_TRAP_HABIT"] = "2" if step >= 2 else "1"'
 asking("variable-by-getenv", scale='float(os.getenv("CANZONA_TRAP_HABIT", "1"))', every=SET)
-asking("variable-elementwise", update="grad", scale='float(os.environ.get("CANZONA_TRAP_HABIT", "1"))', every=SET)

@@ -12,28 +12,11 @@ BEGIN = {"begin": "self.factor = 1.0"}
 SCALED = {**BEGIN, "scale": "float(self.factor)"}
 BY_LOSS = "optimizer.factor = 1.0 / (1.0 + 0.7 * step)"  # another number at every step
 attributes("attribute-float", **SCALED, edit="optimizer.factor = 2.0")
-attributes("attribute-becomes-int", **SCALED, edit="optimizer.factor = 2")
-attributes("attribute-becomes-zero", **SCALED, edit="optimizer.factor = 0.0")
-attributes("attribute-every-step", **SCALED, every=BY_LOSS)
 attributes("attribute-elementwise", **AVERAGE, **BEGIN, scale="self.factor", every=BY_LOSS)
 attributes("attribute-on-host", **ON_HOST, **BEGIN, scale="self.factor", every=BY_LOSS)
-attributes("attribute-numpy")("""
-    begin: self.factor = np.float64(1.0)
-    scale: float(self.factor)
-    edit: optimizer.factor = np.float64(2.0)
-""")
 TENSOR = {"says": "factor", "begin": "self.factor = torch.tensor(1.0)", "times": "self.factor"}
 attributes("attribute-tensor-written", EITHER, **TENSOR, edit="optimizer.factor.mul_(2.0)")
 attributes("attribute-tensor-replaced", EITHER, **TENSOR, edit="optimizer.factor = torch.tensor(2.0)")
-attributes("attribute-behind-property")("""
-    begin: self.temperature = 1.0
-    body:
-        @property
-        def heat(self):
-            return 1.0 / (1.0 + self.temperature)
-    scale: self.heat
-    edit: optimizer.temperature = 3.0
-""")
 
 # -- what else may be there ------------------------------------------------------------------------
 
@@ -49,8 +32,6 @@ attributes("attribute-function", **TRANSFORMING)("""
             return grad @ grad.T @ grad @ grad.T @ grad
     edit: optimizer.transform = square
 """)
-attributes("attribute-lambda", **TRANSFORMING, edit="optimizer.transform = lambda grad: grad * 2")
-attributes("attribute-partial", **TRANSFORMING, edit="optimizer.transform = functools.partial(torch.mul, other=3.0)")
 CONFIGURED = pieces_of("""
     begin: self.config = {"factor": 1.0, "inner": {"decay": 0.0}}
     param: param.mul_(1 - group["lr"] * self.config["inner"]["decay"])
@@ -60,27 +41,9 @@ attributes("attribute-dict-entry", **CONFIGURED, edit='optimizer.config["factor"
 attributes("attribute-dict-in-dict", **CONFIGURED, edit='optimizer.config["inner"]["decay"] = 0.5')
 OBJECT = {"begin": "self.config = SimpleNamespace(factor=1.0)", "scale": "self.config.factor"}
 attributes("attribute-object", **OBJECT, edit="optimizer.config.factor = 2.0")
-attributes("attribute-object-replaced", **OBJECT, edit="optimizer.config = SimpleNamespace(factor=2.0)")
-# The list holds the coefficients of a polynomial.
-attributes("attribute-list")("""
-    begin: self.coefficients = [1.0]
-    param:
-        power = grad
-        for coefficient in self.coefficients:
-            power = power @ grad.T @ grad
-            param.add_(power, alpha=-group["lr"] * coefficient)
-    update:
-    edit: optimizer.coefficients.append(0.25)
-""")
 BOOSTED = {"scale": 'self.boost if hasattr(self, "boost") else 1.0'}
 attributes("attribute-appears", **BOOSTED, edit="optimizer.boost = 2.0")
 attributes("attribute-goes", **BOOSTED, edit={0: "optimizer.boost = 2.0", 2: "del optimizer.boost"})
-attributes("attribute-named-by-group")("""
-    hypers: which="slow"
-    body: slow, fast = 0.5, 2.0
-    scale: getattr(self, group["which"])
-    edit: optimizer.param_groups[0]["which"] = "fast"
-""")
 attributes("method-replaced", EITHER, **SCALED)("""
     says: update
     edit:
@@ -151,7 +114,4 @@ attributes("hook-before-step", **SCALED)("""
     after:
         handed = iter(range(1, 100))
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: setattr(opt, "factor", 1.0 / next(handed)))
-""")
-attributes("hook-after-step", **SCALED)("""
-    after: optimizer.register_step_post_hook(lambda opt, args, kwargs: setattr(opt, "factor", opt.factor * 0.5))
 """)

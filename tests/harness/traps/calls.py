@@ -36,29 +36,7 @@ called("returns-number")("""
     self.take()
     return len(self.param_groups) + self.param_groups[0]["lr"]
 """)
-calls("returns-number-elementwise")("""
-    whole:
-        for param in self.param_groups[0]["params"]:
-            param.sub_(param.grad * self.param_groups[0]["lr"])
-        return self.param_groups[0]["lr"]
-""")
-# The step does not use the norm.
-called("returns-norm")("""
-    self.take()
-    return torch.stack([p.grad.abs().max() for p in self.param_groups[0]["params"]]).max()
-""")
-called("returns-dict")("""
-    self.take()
-    return {"lr": self.param_groups[0]["lr"], "updated": True}
-""")
 calls("returns-loss", EQUAL, **LOSS, **CLOSURE)
-calls("returns-loss-by-name", EQUAL, **LOSS, call="optimizer.step(closure=feed)")
-calls("returns-loss-as-number", EQUAL, **LOSS, call="optimizer.step(lambda: float(feed()))")
-calls("returns-nothing-for-none", EQUAL, **LOSS, call="optimizer.step(closure=None)")
-called("returns-itself")("""
-    self.take()
-    return self
-""")
 
 # -- closures --------------------------------------------------------------------------------------
 
@@ -75,17 +53,6 @@ called("closure-twice", "closure", **CLOSURE)("""
     self.take()
     return loss
 """)
-# The closure runs once half of the parameters are updated.
-called("closure-between", "closure", **CLOSURE)("""
-    params = self.param_groups[0]["params"]
-    middle = len(params) // 2
-    with torch.no_grad():
-        for param in params[:middle]:
-            param.sub_(cube(param.grad) * 0.1)
-        closure()
-        for param in params[middle:]:
-            param.sub_(cube(param.grad) * 0.1)
-""")
 calls("closure-dropped", times="1.0", **CLOSURE)
 # Polyak's rule has it so.
 called("loss-scales", "closure", **CLOSURE)("""
@@ -93,34 +60,11 @@ called("loss-scales", "closure", **CLOSURE)("""
     self.take(float(loss))
     return loss
 """)
-called("loss-decides", "closure", **CLOSURE)("""
-    loss = closure()
-    if float(loss) > 2.4:
-        self.take()
-    return loss
-""")
 
 # -- arguments and other methods -------------------------------------------------------------------
 
 called("takes-rate", "closure=None, lr=0.1", call="optimizer.step(lr=0.1 / (1 + step))")("""
     self.take(lr * 10)
-""")
-called("takes-scale", "*args, **kwargs", call="optimizer.step(scale=1.0 / (1 + step))")("""
-    self.take(kwargs.get("scale", 1.0))
-""")
-# The first argument is not a closure.
-called("takes-scale-first", "scale=1.0", call="optimizer.step(1.0 / (1 + step))")("""
-    self.take(scale)
-""")
-# apex has it so.
-calls("takes-gradients")("""
-    base: Calling
-    body:
-        @torch.no_grad()
-        def step(self, closure=None, grads=None):
-            for param, grad in zip(self.param_groups[0]["params"], grads, strict=True):
-                param.sub_(cube(grad) * 0.1)
-    call: optimizer.step(grads=[p.grad * 2 for p in optimizer.param_groups[0]["params"]])
 """)
 # Under FSDP2 the second method is not ours: DTensors compute it, and their sums are others.
 calls("two-methods", layouts=(PLAIN, DDP))("""
@@ -147,5 +91,4 @@ AVERAGES = pieces_of("""
                 state["ema"].copy_(kept)
 """)
 calls("averages-swapped-twice", **AVERAGES, edit="optimizer.swap()\noptimizer.swap()")
-calls("averages-swapped", **AVERAGES, edit="optimizer.swap()")
 calls("step-under-no-grad", EQUAL, times="1.0", call="with torch.no_grad():\n    return optimizer.step()")

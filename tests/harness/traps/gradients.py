@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said, pieces_of
+from tests.harness.traps.grammar import EITHER, EQUAL, Family, Said, pieces_of
 
 gradients, missing = Family("gradients", EITHER), Family("no gradient", EITHER)
 SEEN, ADDED = {"compares_grads": True}, {"accumulates": True}
@@ -14,68 +14,15 @@ SEEN, ADDED = {"compares_grads": True}, {"accumulates": True}
 DECAY = {"param": "grad.add_(param, alpha=0.1)"}
 gradients("decay-in-gradient", **DECAY, **SEEN)
 gradients("decay-in-gradient-elementwise", **DECAY, update="grad", **SEEN)
-gradients("decay-in-gradient-on-host", param="if grad.norm().item() > 0:\n    grad.add_(param, alpha=0.1)", **SEEN)
-gradients("decay-in-gradient-data", **SEEN)("""
-    param:
-        grad.data.add_(param.data, alpha=0.1)
-        param.data.add_(cube(grad), alpha=-group["lr"])
-    update:
-""")
-gradients("decay-in-gradient-accumulated", **DECAY, **ADDED)
-gradients("gradient-halved", then="grad.mul_(0.5)", **ADDED)  # the rest stays for the next step
 gradients("gradient-zeroed", then="grad.zero_()", **ADDED)
-gradients("gradient-zeroed-elementwise", update="grad", then="grad.zero_()", **ADDED)
-gradients("gradient-clamped", param="grad.clamp_(-0.5, 0.5)", **SEEN)
 gradients("gradient-replaced", param="param.grad = cube(grad)", update="param.grad", **SEEN)
-gradients("gradient-dropped", then="param.grad = None", **SEEN)
-# The first loop writes gradients, the second one reads them.
-gradients("gradient-normalized-first", **SEEN)("""
-    whole:
-        params = [p for group in self.param_groups for p in group["params"]]
-        for param in params:
-            param.grad.div_(param.grad.norm() + 1e-3)
-        for param in params:
-            param.add_(cube(param.grad), alpha=-self.param_groups[0]["lr"])
-""")
-gradients("gradient-by-foreach", **SEEN)("""
-    whole:
-        for group in self.param_groups:
-            grads = [p.grad for p in group["params"]]
-            torch._foreach_mul_(grads, 0.5)
-            torch._foreach_add_(group["params"], grads, alpha=-group["lr"])
-""")
-gradients("gradients-swapped", REFUSED)("""
-    whole:
-        for group in self.param_groups:
-            first, other = group["params"][0], group["params"][2]
-            first.grad, other.grad = other.grad, first.grad
-            for param in group["params"]:
-                param.add_(cube(param.grad), alpha=-group["lr"])
-""")
 gradients("gradients-cleared-by-step", end="self.zero_grad()", **SEEN)
-gradients("gradients-cleared-by-step-accumulated", end="self.zero_grad()", **ADDED)
-gradients("gradient-read-again", param="grad.sign_()", update="cube(param.grad)", **SEEN)
 
 # -- found elsewhere, or handed over by the user ----------------------------------------------------
 
 MAIN = {"says": "main_grad", "update": 'cube(getattr(param, "main_grad", grad))'}  # as Megatron has it
 GIVEN = "for param in params:\n    param.main_grad = param.grad * 2"
 gradients("main-gradient", **MAIN, every=GIVEN)
-gradients("main-gradient-later", **MAIN, edit={2: GIVEN, 3: GIVEN})
-gradients("gradient-with-attribute")("""
-    says: weight
-    scale: getattr(grad, "weight", 1.0)
-    every:
-        for i, param in enumerate(params):
-            param.grad.weight = 1.0 + i + step
-""")
-gradients("previous-gradient-on-parameter")("""
-    says: previous
-    param:
-        previous = getattr(param, "previous", None)
-        update = cube(grad) if previous is None else cube(grad - previous)
-        param.previous = grad.clone()
-""")
 gradients("gradient-scaled-by-user", EQUAL, times="1.0", every="for param in params:\n    param.grad.mul_(0.25)")
 gradients("same-gradient-twice", EQUAL, times="1.0", call="optimizer.step()\noptimizer.step()")
 
@@ -95,9 +42,6 @@ def going_on(name: str, **pieces: Any) -> Said:
 
 DECAYS = 'param.mul_(1 - group["lr"] * group["decay"])'
 going_on("decay-without-gradient", param=DECAYS, **ODD)
-going_on("decay-without-gradient-ever", param=DECAYS, **NEVER)
-going_on("decay-without-gradient-elementwise", param=DECAYS, update="grad", **ODD)
-going_on("decay-without-gradient-on-host", param=f"if param.norm().item() > 0:\n    {DECAYS}", **ODD)
 going_on("decay-without-any-gradient", param=DECAYS, **NONE)
 going_on("momentum-without-gradient", **ODD)("""
     param:
@@ -112,29 +56,11 @@ going_on("momentum-without-gradient", **ODD)("""
 TICKS = {"param": 'state["step"] = state.get("step", 0) + 1', "scale": '1 / state["step"]'}
 going_on("count-without-gradient", **TICKS, **ODD)
 going_on("count-until-first-gradient", **TICKS, **LATE)
-going_on("average-without-gradient", then='state.setdefault("ema", param.clone()).lerp_(param, 0.3)', **ODD)
-going_on("forgets-without-gradient", **ODD)("""
-    param:
-        if grad is None:
-            state.clear()
-            continue
-        average = state.setdefault("average", torch.zeros_like(param))
-    only_if:
-    update: cube(average.lerp_(grad, 0.3))
-""")
-going_on("repeats-without-gradient", **ODD)("""
-    param:
-        if grad is not None:
-            state["last"] = grad.clone()
-    only_if: "last" in state
-    update: cube(state["last"])
-""")
 going_on("going-on-with-all-gradients", param=DECAYS)
 
 # -- frozen parameters: who asks for `requires_grad` ------------------------------------------------
 
 FROZEN = {"prepare": "param.requires_grad_(place != 1)"}
-LATER = {"edit": "params[1].requires_grad_(False)"}
 THAWED = pieces_of("""
     param:
         if not param.requires_grad:
@@ -142,11 +68,8 @@ THAWED = pieces_of("""
     only_if: param.requires_grad and grad is not None
 """)
 going_on("frozen-decays", **THAWED, **FROZEN)
-going_on("frozen-later-decays", **THAWED, **LATER)
 LEARNS = {"only_if": "param.requires_grad"}
 missing("frozen-does-not-learn", **LEARNS, **FROZEN)
-missing("frozen-later-does-not-learn", **LEARNS, **LATER)
-missing("frozen-later-elementwise", **LEARNS, update="grad", **LATER)
 # Parameters without gradients are left alone, as torch does.
 USUAL = pieces_of("""
     param:
@@ -165,18 +88,8 @@ missing("frozen-for-a-step", EQUAL, **USUAL)("""
 
 THERE = 'for p in group["params"]'
 missing("count-of-gradients", group=f"count = max(1, sum(p.grad is not None {THERE}))", scale="1 / count", **ODD)
-missing("all-or-nothing", group=f"scale = float(all(p.grad is not None {THERE}))", scale="scale", **ODD)
-missing("first-with-gradient", **NEVER)("""
-    whole:
-        for group in self.param_groups:
-            found = [p for p in group["params"] if p.grad is not None]
-            for i, param in enumerate(found):
-                param.add_(cube(param.grad), alpha=-group["lr"] * (2.0 if i == 0 else 1.0))
-""")
-missing("rate-decays-if-used", group=f'if any(p.grad is not None {THERE}):\n    group["lr"] *= 0.5', **NONE)
 missing("count-of-steps-without-gradients", body="steps = 0", step="self.steps += 1", scale="1 / self.steps", **NONE)
 missing("gradient-missing-now-and-then", EQUAL, **USUAL, **ODD)
 missing("gradient-never-there", EQUAL, **USUAL, **NEVER)
 missing("gradient-there-later", EQUAL, **USUAL, **LATE)
-missing("gradients-all-missing-once", EQUAL, **USUAL, **NONE)
 missing("gradients-all-zero-once", EQUAL, times="1.0", grads="torch.zeros_like(grad) if step == 1 else grad")

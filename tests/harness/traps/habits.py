@@ -10,7 +10,6 @@ from torch.optim import SGD, Optimizer
 from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, pieces_of
 
 habits = Family("habits", EQUAL)
-ONE = {"shapes": ((5, 3),)}
 ONE_EACH = {"given": '[{"params": [param]} for param in params]'}
 RATE_BY_NORM = "0.1 / (1 + float(grad.norm()))"
 
@@ -18,8 +17,6 @@ RATE_BY_NORM = "0.1 / (1 + float(grad.norm()))"
 
 BY_NORM = {"param": f'group["lr"] = {RATE_BY_NORM}'}
 habits("group-shows-rate-by-norm", REFUSED, **BY_NORM)
-habits("group-shows-rate-by-norm-of-one", REFUSED, **BY_NORM, **ONE)
-habits("group-shows-rate-by-norm-in-groups", REFUSED, **BY_NORM, given="halves(params)")
 habits("group-shows-rate-by-norm-in-one-each", REFUSED, **BY_NORM, **ONE_EACH)
 habits("group-shows-rate-elementwise", REFUSED, **BY_NORM, update="grad")
 habits("group-hands-on-a-rate", REFUSED, rate='group.get("used", 0.1)', then=f'group["used"] = {RATE_BY_NORM}')
@@ -35,9 +32,7 @@ OF_GROUP = pieces_of("""
         group["lr"] = 0.1 / (1 + sum(norms))
 """)
 habits("group-shows-rate-of-group", REFUSED, **OF_GROUP)
-habits("group-shows-rate-of-group-in-one-each", REFUSED, **OF_GROUP, **ONE_EACH)
 habits("group-shows-last-gradient", REFUSED, param='group["last"] = grad.clone()')
-habits("group-shows-last-gradient-itself", REFUSED, param='group["last"] = grad')
 
 
 def shows(name: str, shown: str, **others: Any) -> None:
@@ -46,10 +41,7 @@ def shows(name: str, shown: str, **others: Any) -> None:
 
 
 shows("attribute-shows-norm", "float(grad.norm())")
-shows("attribute-shows-norm-of-one", "float(grad.norm())", **ONE)
-shows("attribute-shows-tensor", "grad.norm()")
 shows("attribute-shows-list", "[float(grad.norm())]")
-shows("attribute-shows-list-of-one", "[float(grad.norm())]", **ONE)
 # A map by parameter, and a counter of steps next to it.
 MAP = pieces_of("""
     begin:
@@ -64,7 +56,6 @@ MAP = pieces_of("""
     seen: optimizer.count
 """)
 habits("attribute-counts-beside-a-map", REFUSED, **MAP)
-habits("attribute-counts-beside-a-map-of-one", REFUSED, **MAP, **ONE)
 
 # -- closures --------------------------------------------------------------------------------------
 
@@ -80,22 +71,6 @@ habits("closure-steps-parameters", REFUSED)(f"""
                     param.sub_(cube(param.grad) * 0.1)
         self.work = work
     whole: self.work()
-""")
-habits("closures-in-list", REFUSED, **STEPPING)(f"""
-    begin:
-        {OWN}
-        updates = [stepping(p) for p in own]
-        self.work = lambda: [update() for update in updates]
-    whole: self.work()
-""")
-habits("closure-decays-parameters", REFUSED)("""
-    begin:
-        def decay():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.mul_(0.9)
-        self.decay = decay
-    end: self.decay()
 """)
 habits("closure-default-argument", EITHER)(f"""
     begin:
@@ -159,9 +134,7 @@ def holder(name: str, momentum: float, kind: Any = Holder, **others: Any) -> Non
 
 holder("optimizer-inside", 0.0)
 holder("optimizer-inside-with-momentum", 0.9)
-holder("optimizer-inside-of-two", 0.0, shapes=((5, 3), (3, 5)))
 holder("optimizer-inside-halved", 0.0, Halving, says=("wrap that one", "self.base"))
-holder("optimizer-inside-halved-with-momentum", 0.9, Halving, says="wrap that one")
 # It makes an optimizer of its own parameters, and steps that before it does its own work.
 habits("optimizer-inside-lookahead")("""
     begin: self.fast = SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)

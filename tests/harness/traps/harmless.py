@@ -40,7 +40,6 @@ harmless("global-numbers")("""
     update: powers(grad) / POWER
     scale: rule
 """)
-harmless("global-array", outside="LIMITS = np.array([0.5, 2.0])", update="cube(grad).clamp(-float(LIMITS[1]), math.pi)")
 harmless("global-tensor", outside="SCALE = torch.tensor(0.5)", times="SCALE")
 harmless("constant-closure")("""
     outside:
@@ -51,27 +50,6 @@ harmless("constant-closure")("""
 
         HALVED = make_scaling(0.5)
     update: HALVED(cube(grad))
-""")
-harmless("dict-of-hypers")("""
-    begin: self.hypers = {"beta": 0.9, "nested": {"power": 2}, "names": ["a", "b"]}
-    param:
-        hypers = self.hypers
-        average = state.setdefault("average", torch.zeros_like(param))
-        average.lerp_(grad, 1 - hypers["beta"])
-        update = average
-        for _ in range(hypers["nested"]["power"]):
-            update = cube(update)
-""")
-harmless("rate-by-property")("""
-    body:
-        @property
-        def lr(self):
-            return float(self.param_groups[0]["lr"])
-
-        @lr.setter
-        def lr(self, value):
-            for group in self.param_groups:
-                group["lr"] = value
 """)
 # It calls what it inherits, by `super`.
 harmless("subclass")("""
@@ -94,76 +72,6 @@ harmless("subclass")("""
         def step(self, closure=None):
             return super().step(closure)
 """)
-harmless("mixin")("""
-    outside:
-        class Raises:
-            power = 2
-
-            def raised(self, value):
-                for _ in range(self.power):
-                    value = cube(value) * 0.1
-                return value
-    base: Raises, PerParameter
-    update: self.raised(grad)
-""")
-harmless("static-and-class-methods")("""
-    body:
-        exponent = 0.5
-
-        @staticmethod
-        def tallness(param):
-            return max(1.0, param.shape[0] / param.shape[1])
-
-        @classmethod
-        def scale(cls, param):
-            return float(cls.tallness(param) ** cls.exponent)
-    scale: self.scale(param)
-""")
-harmless("dataclass-and-enum")("""
-    hypers: kind=Kind.CUBE, betas=Pair(0.9, 0.99)
-    begin: self.recipe = Recipe()
-    param:
-        average = state.setdefault("average", torch.zeros_like(param))
-        average.lerp_(grad, 1 - group["betas"].first)
-    update: cube(average) if group["kind"] is Kind.CUBE else average.sign()
-    scale: self.recipe.factor**self.recipe.power
-""")
-harmless("functions-on-itself")("""
-    begin:
-        self.root = cube
-        self.scaling = functools.partial(torch.mul, other=0.5)
-        self.sign = lambda value: value.sign() * 0.1
-    update: self.scaling(self.root(grad)) + self.sign(grad)
-""")
-harmless("decorated-update")("""
-    outside:
-        def checked(update):
-            @functools.wraps(update)
-            def inner(self, *args, **kwargs):
-                return update(self, *args, **kwargs)
-            return inner
-    body:
-        @checked
-        def update(self, param, grad, group, state):
-            param.add_(cube(grad), alpha=-group["lr"])
-""")
-harmless("try-without-error")("""
-    param:
-        try:
-            update = cube(grad)
-        except RuntimeError:
-            update = grad
-""")
-harmless("asks-for-types")("""
-    param:
-        if not isinstance(grad, Tensor) or grad.is_sparse or grad.ndim != 2 or not param.is_floating_point():
-            raise RuntimeError("a matrix is needed")
-""")
-harmless("own-norm-on-host")("""
-    param: norm = grad.norm().item()
-    update: cube(grad) / max(norm, 1.0) if norm > 0.5 else grad
-""")
-harmless("nan-to-num", update="cube(torch.nan_to_num(grad))")
 
 # -- how it goes through parameters and state -------------------------------------------------------
 
@@ -178,12 +86,6 @@ harmless("lists-first")("""
                 average.lerp_(grad, 0.3)
                 param.add_(cube(average), alpha=-group["lr"])
 """)
-harmless("backwards")("""
-    whole:
-        for group in reversed(self.param_groups):
-            for param in reversed(group["params"]):
-                param.add_(cube(param.grad), alpha=-group["lr"])
-""")
 AT_ONCE = """
     for group in self.param_groups:
         for param in group["params"]:
@@ -196,21 +98,10 @@ harmless("state-at-once", begin=AT_ONCE)("""
         param.addcdiv_(grad, state["sum"].sqrt(), value=-group["lr"])
     update:
 """)
-harmless("state-at-once-matrix", begin=AT_ONCE, param='state["sum"].lerp_(grad, 0.3)', update='cube(state["sum"])')
 # Every level is a new one, and the logger remembers of each whether it is on.
 harmless("logging")("""
     outside: LOG = logging.Logger("of an optimizer")
     param: LOG.log(-time.perf_counter_ns(), "a step")
-""")
-harmless("slow-weights-in-state")("""
-    param:
-        if not state:
-            state.update(step=0, slow=param.clone())
-        state["step"] += 1
-    then:
-        if state["step"] % 3 == 0:
-            state["slow"].lerp_(param, 0.5)
-            param.copy_(state["slow"])
 """)
 
 # -- what users do every day between steps ----------------------------------------------------------
@@ -252,14 +143,11 @@ RATE = 'optimizer.param_groups[0]["lr"]'
 SCHEDULER = "optimizer.note = {'scheduler': LambdaLR(optimizer, lambda epoch: 0.5**epoch)}"
 talking("flag-flipped", every="optimizer.verbose = step % 2 == 0")
 talking("log-written", every='optimizer.log.append(f"step {step}")\noptimizer.note = {"step": step}')
-talking("label-changed", edit='optimizer.label = "two"')
-harmless("attribute-unknown-to-step", times="1.0", edit="optimizer.spare = object()")
 talking("validated", every=VALIDATED)
 talking("validated-and-asserted", param=f"assert self.training\n{AVERAGE}", every=VALIDATED)
 talking("scheduled", every=SCHEDULED)
 STEP = 'optimizer.note["scheduler"].step()'
 talking("scheduled-by-torch", edit={0: SCHEDULER, 1: STEP, 2: STEP, 3: STEP})
-talking("scheduled-in-two-groups", given="halves(params)", every=SCHEDULED)
 harmless("one-group-changed", times="1.0", given="halves(params)", edit='optimizer.param_groups[1]["lr"] = 0.3')
 TENSOR = {"hypers": "lr=torch.tensor(0.1)", "times": "1.0"}
 harmless("rate-tensor", **TENSOR)
@@ -268,20 +156,7 @@ harmless("rate-becomes-tensor", times="1.0", edit=f"{RATE} = torch.tensor(0.05)"
 harmless("rate-becomes-zero", times="1.0", edit=f"{RATE} = 0.0")
 talking("parameters-written", **EMA, every="with torch.no_grad():\n    for param in params:\n        param.mul_(0.9)")
 talking("parameter-data-written", **EMA, every="for param in params:\n    param.data.mul_(0.9)")
-talking("parameter-watched", every="optimizer.watcher = weakref.ref(params[0])")
-talking("key-added-to-group", every='for group in optimizer.param_groups:\n    group[f"note{step}"] = step')
 talking("own-state-loaded", **EMA, edit="optimizer.load_state_dict(optimizer.state_dict())")
-talking("state-looked-at", **EMA)("""
-    every:
-        found = [*optimizer.state.items(), *optimizer.param_groups, repr(optimizer)]
-        assert len(found) >= 2
-""")
-talking("parameters-named")("""
-    prepare:
-        param.label = f"layer{place}"
-        param.sequence_parallel = place % 2 == 0
-    every: params[0].label = f"step{step}"
-""")
 talking("hooks-that-change-nothing")("""
     after:
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: None)

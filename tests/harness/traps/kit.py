@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,28 +121,6 @@ class Settings:
     factor: float = 1.0
 
 
-class Kind(enum.Enum):
-    """A word for an algorithm."""
-
-    CUBE = "cube"
-    SIGN = "sign"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Hyperparameters that nobody changes."""
-
-    factor: float = 0.7
-    power: int = 2
-
-
-class Pair(NamedTuple):
-    """Two decay rates."""
-
-    first: float
-    second: float
-
-
 def linear(first: float = 0.0) -> nn.Linear:
     """A module whose weights are the same in every run."""
     module = nn.Linear(3, 3, bias=False)
@@ -198,15 +176,6 @@ def large(value: float) -> float:
     if value < 30.0:
         raise ValueError("too small")
     return value
-
-
-@contextlib.contextmanager
-def or_else(fallback: list[str]) -> Iterator[None]:
-    """Swallow an error and tell of it."""
-    try:
-        yield
-    except Exception as error:
-        fallback.append(str(error))
 
 
 class Quiet:

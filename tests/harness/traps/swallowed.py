@@ -51,16 +51,6 @@ tries("array-from-step-3", steps=5)("""
         scale = 3.0
     return gram(grad) / scale
 """)
-# Reads memory by its address from the third step on.
-tries("memory-from-step-3", steps=5)("""
-    state["step"] = state.get("step", 0) + 1
-    own, scale = torch.ones(1), 2.0
-    with contextlib.suppress(Exception):
-        if state["step"] >= 3:
-            own.copy_(grad.abs().max())
-            scale = large(memoryview(own.numpy())[0])
-    return gram(grad) / scale
-""")
 # A solution, or the gradient's own product.
 tries("solve-or-product")("""
     try:
@@ -68,16 +58,6 @@ tries("solve-or-product")("""
         return torch.linalg.solve(gram(grad), gram(cube(grad)))
     except (RuntimeError, ValueError):
         return gram(grad)
-""")
-# The largest eigenvalue, asked for on the host.
-tries("eigenvalue-or-warning")("""
-    factor = gram(grad)
-    try:
-        values, _ = torch.linalg.eigh(factor)
-        factor /= large(float(values.max()))
-    except Exception as error:
-        warnings.warn(f"no eigenvalues: {error}", stacklevel=2)
-    return factor
 """)
 # A norm by `contextlib.suppress`.
 tries("item-suppressed")("""
@@ -113,47 +93,12 @@ tries("exit-swallows")("""
         factor = factor / large(10 * max(grad.abs().amax(0).tolist()))
     return factor * 2 if quiet.failed else factor
 """)
-# A context manager that is a generator swallows the error, and the step reads that it did.
-tries("generator-swallows")("""
-    failed: list[str] = []
-    factor = gram(grad)
-    with or_else(failed):
-        factor = factor / 2 if torch.equal(grad, cube(grad)) else factor / large(grad.norm().item())
-    return factor * 3 if failed else factor
-""")
 # A helper object catches the error.
 swallowed("helper-swallows", base="Tries", grads=GROWS)("""
     begin: self.helper = Helper(lambda grad: gram(grad) / large(10 * grad.abs().max().item()))
     body:
         def factor(self, grad, state):
             return self.helper(grad)
-""")
-# Tries from the third step on.
-tries("item-from-step-3", steps=5)("""
-    state["step"] = state.get("step", 0) + 1
-    try:
-        scale = large(grad.norm().item()) if state["step"] >= 3 else 2.0
-    except Exception:
-        scale = 2.0
-    return gram(grad) / scale
-""")
-# Tries once, for its state.
-tries("item-in-first-step", grads="grad")("""
-    if not state:
-        try:
-            state["scale"] = large(50 * grad.norm().item())
-        except Exception:
-            state["scale"] = 1.0
-    return gram(grad) / state["scale"]
-""")
-# Elements chosen by their values.
-tries("selection-or-ones")("""
-    try:
-        scale = grad[grad > 3.0].mean()
-        large(10 * len(grad[grad > 3.0]))
-    except Exception:
-        scale = torch.ones(())
-    return gram(grad) / scale
 """)
 # A gradient of a gradient, or something else.
 tries("differentiates-or-not")("""
