@@ -280,36 +280,6 @@ def test_explain_says_the_same_before_wrap() -> None:
     assert canzona_compile.explain(plain) == wrapped.canzona.explain() == canzona_compile.explain(wrapped)
 
 
-class Trains:
-    """A train step that torch.compile takes as a whole."""
-
-    def __init__(self, wrapped: bool) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-        matrices, rest = ([p for p in self.model.parameters() if (p.ndim == 2) is two] for two in (True, False))
-        self.chain = chain(Muon(matrices, lr=0.1), AdamW(rest, lr=0.1))
-        if wrapped:
-            canzona_compile.wrap(self.chain)
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        self.chain.zero_grad()
-        loss = self.model(x).square().sum()
-        loss.backward()
-        self.chain.step()
-        return loss
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own question
-def test_a_compiled_train_step() -> None:
-    plain, compiled = Trains(False), Trains(True)
-    step = torch.compile(compiled.step, backend="aot_eager")
-    for number in range(3):
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
-        assert torch.equal(plain.step(x), step(x))
-    assert all(map(torch.equal, plain.model.parameters(), compiled.model.parameters()))
-
-
 def test_a_plan_of_a_chain_is_followed() -> None:
     """Each has captures of its own, so that both name their graphs in the same order."""
     made, other, hand = chained("three"), chained("three"), Hand("three")

@@ -25,6 +25,9 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "traced": lambda params: torch.optim.Muon(params, lr=0.02),
     "dispatched": lambda params: DecoratedMuon(params),
     "elementwise": lambda params: torch.optim.AdamW(params, lr=0.02),
+    "chain": lambda params: canzona_compile.chain(
+        torch.optim.Muon([next(params)], lr=0.02), torch.optim.AdamW([next(params)], lr=0.02)
+    ),
 }
 
 
@@ -57,7 +60,7 @@ def value(param: Tensor) -> Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param.detach()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [full(kind) if kind == "chain" else kind for kind in KINDS])
 def test_one_process(kind: str) -> None:
     torch.compiler.reset()
     found = []

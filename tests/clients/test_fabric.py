@@ -123,13 +123,6 @@ def test_fabric_s_optimizer_steps_the_wrapped_one() -> None:
     assert not any(map(same_bits, before, both[1].model.parameters()))
 
 
-def test_mixed_precision() -> None:
-    both = pair(precision="bf16-mixed")
-    for training in both:
-        training.steps(range(3))
-    check(*both)
-
-
 def test_closures_go_through_fabric_s_optimizer() -> None:
     both, losses = pair(), []
     for training in both:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -228,17 +228,6 @@ def test_accumulation_on_ranks(parallelism: str) -> None:
     assert run(2, accumulate, parallelism, after=ALONE) == [([], 2)] * 2
 
 
-def test_accumulation_in_one_process() -> None:
-    both = loops()
-    for loop in both:
-        for step in range(6):
-            (loss_of(loop.model, step) / 3).backward()
-            if step % 3 == 2:
-                loop.optimizer.step()
-                loop.optimizer.zero_grad(set_to_none=False)
-    check(*both)
-
-
 # -- averages and copies -----------------------------------------------------------------------
 
 
@@ -255,23 +244,6 @@ def test_averaged_models(rule: Callable[..., Any] | None) -> None:
     assert all(same_bits(averages[0][name], averages[1][name]) for name in averages[0])
     assert not same_bits(averages[1]["module.0.weight"], both[1].model[0].weight)
     check(*both)
-
-
-def averaged_on_ranks() -> tuple[bool, list[str]]:
-    """Of fragments in a list, as `AveragedModel` copies its model and FSDP2 refuses that."""
-    both = on_a_rank()
-    rule = get_ema_multi_avg_fn(0.9)
-    averages = [[p.detach().clone() for p in loop.model.parameters()] for loop in both]
-    for step in range(4):
-        for loop, average in zip(both, averages, strict=True):
-            loop.step(step)
-            rule(average, [p.detach() for p in loop.model.parameters()], step)
-    return all(same_bits(a, full(b)) for a, b in zip(*averages, strict=True)), differing(*both)
-
-
-@pytest.mark.ranks
-def test_averages_of_fragments() -> None:
-    assert run(2, averaged_on_ranks, after=ALONE) == [(True, [])] * 2
 
 
 @pytest.mark.full
@@ -296,27 +268,6 @@ def test_model_and_optimizer_copied_together() -> None:
 
 
 # -- checkpoints -------------------------------------------------------------------------------
-
-
-def saved(what: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(what, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.full
-def test_whole_loop_saved_as_an_object_in_mid_training() -> None:
-    both = loops()
-    for loop in both:
-        loop.steps(0, 1, 2)
-    loaded: Sequence[Any] = [saved(loop) for loop in both]
-    assert loaded[1].optimizer.param_groups[0]["params"][0] is loaded[1].model[0].weight
-    for loop in (*both, *loaded):
-        loop.steps(3, 4)
-    check(*loaded)
-    check(*both)
-    check(both[0], loaded[1])
 
 
 @pytest.mark.parametrize("source", [*also(["plain"]), "wrapped"])

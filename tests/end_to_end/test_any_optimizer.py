@@ -89,16 +89,6 @@ def test_nesterov_switched_in_mid_run_is_captured_once_more() -> None:
     assert captures[5] == captures[3]
 
 
-@pytest.mark.full
-def test_coefficients_changed_in_mid_run() -> None:
-    """torch.addmm asks for the value of beta, so the coefficients are constants of the graph."""
-    pair = Pair()
-    pair.steps(2)
-    for coefficients in ((3.0, -4.0, 2.0), (3.4445, -4.7750, 2.0315)):
-        pair.set("ns_coefficients", coefficients)
-        pair.steps(2)
-
-
 def test_groups_with_coefficients_of_their_own() -> None:
     def make(params: list[Any]) -> Optimizer:
         return muon([{"params": params[:1], "ns_coefficients": (3.0, -4.0, 2.0)}, {"params": params[1:]}])
@@ -110,7 +100,12 @@ def test_groups_with_coefficients_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("hyper", "values"),
-    [("ns_steps", (3, 5)), full("adjust_lr_fn", ("original", "match_rms_adamw")), full("weight_decay", (0.0, 0.3))],
+    [
+        ("ns_steps", (3, 5)),
+        ("ns_coefficients", ((3.0, -4.0, 2.0), (3.4445, -4.7750, 2.0315))),  # constants of the graph
+        full("adjust_lr_fn", ("original", "match_rms_adamw")),
+        full("weight_decay", (0.0, 0.3)),
+    ],
 )
 def test_other_hyperparameters_changed_in_mid_run(hyper: str, values: tuple[Any, ...]) -> None:
     pair = Pair()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-import canzona_compile
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case
-from tests.harness.marks import first, full, only
+from tests.harness.marks import full, only
 from tests.harness.optimizers import Shared, share_captures
-from tests.harness.pairs import Pair, feed, parameters, params_of
+from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import do_alone
 from tests.harness.training import Training, check, on_ranks
 
@@ -215,27 +213,6 @@ def test_normuon_gives_rows_of_equal_size(shape: tuple[int, ...], beta2: float) 
         before = after
 
 
-@pytest.mark.parametrize(("make", "lr"), [(Shampoo, 0.03), (SOAP, 0.05), (NorMuon, 0.1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_fall(make: Callable[..., Optimizer], lr: float, dtype: torch.dtype) -> None:
-    """A W B = C for square A and B of moderate condition: a twentieth of the loss is left."""
-    left, right, target = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    param = torch.nn.Parameter(torch.zeros(8, 8, dtype=dtype))
-    optimizer = make([param], lr=lr, weight_decay=0.0)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (left @ param.float() @ right - target).square().mean()
-        loss.backward()
-        return loss.item()
-
-    losses = []
-    for step in range(200):
-        optimizer.param_groups[0]["lr"] = lr * (1 - step / 200)
-        losses.append(optimizer.step(closure))
-    assert losses[-1] < 0.05 * losses[0]
-
-
 BAD: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
     *((make, {name: -0.1}) for make in (Shampoo, SOAP, NorMuon) for name in ("lr", "weight_decay", "eps")),
     *((make, {"every": 0}) for make in (Shampoo, SOAP)),
@@ -251,31 +228,6 @@ BAD: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
 def test_bad_hyperparameters_are_named(make: Callable[..., Optimizer], hypers: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(hypers))}.* must"):
         make(parameters(), **hypers)
-
-
-@pytest.mark.parametrize("make", [Shampoo, SOAP, NorMuon])
-@pytest.mark.parametrize("shape", [(3,), (2, 3, 4)])
-def test_only_matrices(make: Callable[..., Optimizer], shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"not parameters of shape \[{', '.join(map(str, shape))}\]"):
-        make([torch.nn.Parameter(torch.zeros(shape))])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_made_at_the_first_step_and_then_written_in_place(name: str) -> None:
-    optimizer = OPTIMIZERS[name](parameters(SHAPES, torch.bfloat16))
-    idle = params_of(optimizer)[1]
-    feed(optimizer, 0)
-    idle.grad = None
-    optimizer.step()
-    assert optimizer.state.keys() == set(params_of(optimizer)) - {idle}
-    tensors = {k: v for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)}
-    assert {(t.dtype, t.is_contiguous()) for t in tensors.values()} == {(torch.float32, True)}
-    before = [dict(s) for s in optimizer.state.values()]
-    for step in range(1, 7):
-        feed(optimizer, step)
-        optimizer.step()
-    for old, new in zip(before, optimizer.state.values(), strict=False):
-        assert all(v is new[k] for k, v in old.items() if isinstance(v, Tensor))
 
 
 # -- wrapped, in one process -------------------------------------------------------------------
@@ -301,30 +253,6 @@ def test_wrapped_in_one_process(name: str) -> None:
     do_alone(partial(wrapped_in_one_process, name))
 
 
-def unwrapped_restored_and_rescheduled(name: str) -> None:
-    pair = Pair(OPTIMIZERS[name], SHAPES, captures_anew=True)
-    share_captures(pair.wrapped, CAPTURED[name])
-    pair.steps(3)
-    saved = copy.deepcopy(pair.plain.state_dict())
-    canzona_compile.unwrap(pair.wrapped)
-    pair.steps(4)
-    share_captures(canzona_compile.wrap(pair.wrapped), CAPTURED[name])
-    pair.step(1)  # its counter is behind now
-    pair.steps(4)
-    for optimizer in pair.both:
-        optimizer.load_state_dict(copy.deepcopy(saved))
-    pair.set("every", 2)
-    pair.set("weight_decay", 0.3)
-    pair.steps(6)
-    assert pair.report.fallbacks == {}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", first(["shampoo", "soap", "normuon"]))
-def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None:
-    do_alone(partial(unwrapped_restored_and_rescheduled, name))
-
-
 # -- wrapped, on ranks -------------------------------------------------------------------------
 
 
@@ -347,33 +275,3 @@ FAST = [(Case("fsdp", (3,)), "shampoo"), (Case("ddp", (2,)), "normuon")]
 def test_wrapped_on_ranks(case: Case, name: str) -> None:
     report = check(on_ranks(__name__, name, [case], strategy="owner"))
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("case", "name"),
-    only(
-        [(Case("fsdp", (2,)), "normuon")],
-        [Case("fsdp", (2,)), Case("ddp", (2,))],
-        ["shampoo-grafted", "soap", "normuon"],
-    ),
-    ids=str,
-)
-def test_wrapped_on_ranks_in_16_bits(case: Case, name: str) -> None:
-    check(on_ranks(__name__, name, [case], torch.bfloat16))
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "options", first([{"strategy": "replicated"}, {"strategy": "owner", "micro_groups": 3}]), ids=str
-)
-def test_options(options: dict[str, Any]) -> None:
-    check(on_ranks(__name__, "soap", [Case("fsdp", (2,))], **options))
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_restored_on_ranks() -> None:
-    check(on_ranks(__name__, "soap", [Case("fsdp", (2,))], restored=True))

@@ -18,7 +18,7 @@ from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness import toys
 from tests.harness.layouts import Case
 from tests.harness.marks import first
-from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
+from tests.harness.pairs import Pair, feed, muon, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, cube
 from tests.harness.traps.grammar import toy
@@ -104,28 +104,6 @@ def test_wrappers_of_optimizers_are_refused() -> None:
     with pytest.raises(UnsupportedOptimizer, match="is a wrapper around another optimizer") as caught:
         canzona_compile.wrap(Delegating(muon(parameters())))
     assert "call wrap on the optimizer inside it" in str(caught.value)
-
-
-@pytest.mark.full
-def test_state_that_is_wider_than_its_parameter_is_loaded_as_it_was() -> None:
-    """torch casts it to the parameter's dtype."""
-
-    def made() -> Any:
-        return canzona_compile.wrap(toys.Wide(parameters(dtype=torch.bfloat16)))
-
-    first, second = made(), made()
-    for step in range(2):
-        feed(first, step)
-        first.step()
-    for own, other in zip(params_of(first), params_of(second), strict=True):
-        other.data.copy_(own)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for step in range(2, 5):
-        for optimizer in (first, second):
-            feed(optimizer, step)
-            optimizer.step()
-    assert different(first, second) == []
-    assert {s["average"].dtype for s in second.state.values()} == {torch.float32}
 
 
 # -- what surrounds a step -------------------------------------------------------------------------

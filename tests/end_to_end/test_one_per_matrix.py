@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,54 @@ from torch import Tensor, nn
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from tests.harness import small_runs
 from tests.harness.checkpoint_routes import LOAD, SAVE
-from tests.harness.layouts import Case, mesh_of
+from tests.harness.checkpointing import Holder
+from tests.harness.layouts import Case, Laid, full, mesh_of, replicate_of
 from tests.harness.marks import only
 from tests.harness.own_objects import MAKERS, ByAddress, Oracle
 from tests.harness.pairs import feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
-from tests.harness.small_runs import SmallRun, never, rate
 
 SHAPES = ((7, 5), (5, 8), (6, 6))
 SAVED, END = 4, 7
 ALONE = Case("plain", ())
 
 
-drawn = partial(small_runs.drawn, SHAPES)
+def drawn(step: int) -> list[Tensor]:
+    """The gradients of a step; those of step -1 are the first values."""
+    random = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=random) for shape in SHAPES]
 
 
-def part_of(name: str, case: Case, begun: bool = True, **options: Any) -> SmallRun:
-    made = {"strategy": "owner", "one_per_matrix": MAKERS[name], **options}
-    return SmallRun(MAKERS[name], SHAPES, case, begun, captures_anew=True, **made)
+def rate(step: int) -> float:
+    return 0.05 / (1 + step)
+
+
+def never(_step: int, _place: int) -> bool:
+    return False
+
+
+class Part:
+    """A run on this rank, which the routes of checkpoints can save and load; one that loads others begins elsewhere."""
+
+    def __init__(self, name: str, case: Case, begun: bool = True, **options: Any) -> None:
+        self.laid = Laid(drawn(-1) if begun else [torch.full(shape, 0.25) for shape in SHAPES], case)
+        self.model = Holder(self.laid.params)
+        self.optimizer: Any = MAKERS[name](list(self.laid.params))
+        made = {"strategy": "owner", "one_per_matrix": MAKERS[name], "replicate": replicate_of(case), **options}
+        canzona_compile.wrap(self.optimizer, **made)
+
+    def steps(self, start: int, stop: int, missing: Callable[[int, int], bool] = never) -> None:
+        """Take steps; `missing` tells by step and place which gradients are not there."""
+        for step in range(start, stop):
+            self.optimizer.param_groups[0]["lr"] = rate(step)
+            for i, (param, grad) in enumerate(zip(self.laid.params, drawn(step), strict=True)):
+                param.grad = None if missing(step, i) else self.laid.like_param(grad, i)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        return [full(param) for param in self.laid.params]
 
 
 def missing_one(step: int, place: int) -> bool:
@@ -51,7 +79,7 @@ def different(found: list[Tensor], wanted: list[Tensor]) -> list[int]:
 
 
 def train(name: str, case: Case, missing: Any = never, **options: Any) -> tuple[list[int], list[str]]:
-    part = part_of(name, case, **options)
+    part = Part(name, case, **options)
     part.steps(0, END, missing)
     hows = [row.cell for row in part.optimizer.canzona.explain().parameters]
     return different(part.values(), expected(name, missing=missing)), hows
@@ -106,14 +134,14 @@ def test_under_zero1() -> None:
 
 
 def save(name: str, case: Case, folder: Path, ways: list[str]) -> None:
-    part = part_of(name, case)
+    part = Part(name, case)
     part.steps(0, SAVED)
     for way in ways:
         SAVE[way](part, folder / way)  # type: ignore[arg-type]
 
 
 def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
-    part = part_of(name, case, begun=False)
+    part = Part(name, case, begun=False)
     LOAD[way][1](part, folder / LOAD[way][0])  # type: ignore[arg-type]
     part.steps(SAVED, END)
     return different(part.values(), expected(name))
@@ -138,7 +166,7 @@ def test_saved_on_two_ranks_and_loaded_on_others(name: str, case: Case, tmp_path
 
 
 def test_saved_state_is_plain(tmp_path: Path) -> None:
-    part = part_of("by address", ALONE)
+    part = Part("by address", ALONE)
     part.steps(0, 2)
     torch.save(part.optimizer.state_dict(), tmp_path / "state.pt")
     found = torch.load(tmp_path / "state.pt", weights_only=True)["state"][0]
@@ -148,11 +176,11 @@ def test_saved_state_is_plain(tmp_path: Path) -> None:
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
-    part = part_of("by address", ALONE)
+    part = Part("by address", ALONE)
     part.steps(0, 2)
     saved = part.optimizer.state_dict()
     del saved["state"][1]["state/0/0/moment"]
-    other = part_of("by address", ALONE)
+    other = Part("by address", ALONE)
     other.optimizer.load_state_dict(saved)
     with pytest.raises(CanzonaError, match="does not fit the optimizer object of this matrix") as caught:
         other.steps(2, 3)
@@ -163,14 +191,14 @@ def test_state_of_a_plain_optimizer_is_refused() -> None:
     plain = MAKERS["by address"](parameters(SHAPES))
     feed(plain, 0)
     plain.step()
-    part = part_of("by address", ALONE)
+    part = Part("by address", ALONE)
     part.optimizer.load_state_dict(plain.state_dict())
     with pytest.raises(CanzonaError, match="plain optimizer has already stepped"):
         part.steps(0, 1)
 
 
 def test_what_state_dict_must_not_hold_is_named() -> None:
-    part = part_of("by index", ALONE)
+    part = Part("by index", ALONE)
     part.steps(0, 1)
     own = part.optimizer.state[part.laid.params[1]]["object"].optimizer
     own.count = object()
@@ -225,7 +253,7 @@ def test_new_plans_groups_and_cleared_state() -> None:
 
 
 def test_attributes_that_users_change_are_followed_or_refused() -> None:
-    part, oracle = part_of("by index", ALONE), Oracle("by index", drawn(-1))
+    part, oracle = Part("by index", ALONE), Oracle("by index", drawn(-1))
     for step in range(2):
         for own in (part.optimizer, *oracle.optimizers):
             own.decay = 0.2 + step
@@ -239,7 +267,7 @@ def test_attributes_that_users_change_are_followed_or_refused() -> None:
 
 
 def test_it_cannot_be_unwrapped_once_it_stepped() -> None:
-    part = part_of("by address", ALONE)
+    part = Part("by address", ALONE)
     part.steps(0, 1)
     with pytest.raises(CanzonaError, match="cannot be merged back"):
         canzona_compile.unwrap(part.optimizer)
@@ -297,7 +325,7 @@ def test_it_takes_a_function() -> None:
 
 
 def test_reports_say_so() -> None:
-    part = part_of("by address", ALONE)
+    part = Part("by address", ALONE)
     row = canzona_compile.explain(part.optimizer).parameters[0]  # before the first step
     assert (row.cell, "one_per_matrix=" in row.why) == ("own object", True)
     part.steps(0, 1)

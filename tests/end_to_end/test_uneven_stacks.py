@@ -127,12 +127,3 @@ def test_products_of_stacks(recipe: str, case: Case) -> None:
 )
 def test_first_dims_of_any_length(recipe: str, case: Case) -> None:
     check(on_ranks(__name__, recipe, [case]))
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_stacks_stay_local_with_a_loaded_state() -> None:
-    """Their portable state has the shape of the whole stack."""
-    outcomes = on_ranks(__name__, "products and matrices", [Case("fsdp", (2,))], restored=True)
-    strategies = [task["strategy"] for task in check(outcomes)["tasks"]]
-    assert strategies[: len(EXPERTS)] == ["local"] * len(EXPERTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -69,25 +68,3 @@ def save_meanwhile(name: str, case: Case, folder: Path) -> list[str]:
 @pytest.mark.parametrize("case", first(CASES), ids=str)
 def test_training_goes_on_while_a_checkpoint_is_written(case: Case, tmp_path: Path) -> None:
     assert run(2, save_meanwhile, "soap", case, tmp_path / "saved", after=once("soap")) == [[], []]
-
-
-def save_own(name: str, case: Case, folder: Path) -> list[str]:
-    """`torch.save` of what each rank has, DTensors and all."""
-    file = folder / f"{dist.get_rank()}.pt"
-    part = Run(name, case)
-    part.steps(0, SAVED)
-    torch.save(part.optimizer.state_dict(), file)
-    other = Run(name, case)
-    with torch.no_grad():
-        for mine, theirs in zip(other.laid.params, part.laid.params, strict=True):
-            mine.copy_(theirs)
-    other.optimizer.load_state_dict(torch.load(file, weights_only=False))
-    other.steps(SAVED, END)
-    return other.differs(END)
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", first(CASES), ids=str)
-def test_every_rank_saves_and_loads_its_own(case: Case, tmp_path: Path) -> None:
-    assert run(2, save_own, "shampoo", case, tmp_path, after=once("shampoo")) == [[], []]

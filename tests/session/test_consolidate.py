@@ -118,20 +118,6 @@ def test_one_rank_alone(maker: str, case: Case) -> None:
         assert left == 0, "keys are left in the store"
 
 
-def apart(maker: str, case: Case) -> bool:
-    """Ranks that come seconds apart."""
-    made = Run(maker, case)
-    made.go(2)
-    time.sleep(2.0 * dist.get_rank())
-    return made.equal(made.wrapped.state_dict())
-
-
-@pytest.mark.ranks
-@pytest.mark.full
-def test_ranks_come_seconds_apart() -> None:
-    assert run(2, apart, "muon", Case("ddp", (2,)), after=ready("muon")) == [True, True]
-
-
 def consolidated(maker: str, case: Case, to: int) -> tuple[bool, str, list[str]]:
     meeting.PATIENCE, before = PATIENCE, meeting.PATIENCE
     try:

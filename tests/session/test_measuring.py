@@ -99,28 +99,6 @@ def test_phases_add_up_and_bits_stay(case: Case, name: str) -> None:
     assert found["assumed"] == []
 
 
-def measured_soap() -> tuple[int, Any]:
-    """The programs that measured steps ran, and the report, in one process."""
-    optimizer: Any = canzona_compile.wrap(SOAP(parameters([(6, 4)]), every=3))
-    for number in range(1 + 6):
-        if number == 1:
-            optimizer.canzona.measure(6)
-        feed(optimizer, number)
-        optimizer.step()
-    found = optimizer.canzona.session.measuring.found
-    return len({id(step) for step in found.steps}), optimizer.canzona.report()
-
-
-@pytest.mark.full
-def test_steps_that_refresh_are_among_those_that_are_predicted() -> None:
-    """The prediction is the mean of the programs that ran; the longest step stands beside the mean."""
-    programs, report = measured_soap()
-    assert programs == 2
-    (compute,) = (phase for phase in report.measured.phases if phase.name == "compute")
-    assert compute.mean < compute.worst
-    assert "longest step" in report.to_text(100)
-
-
 # -- what is measured --------------------------------------------------------------------------------
 
 

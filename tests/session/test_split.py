@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Muon, Optimizer
 
 import canzona_compile
 from canzona_compile import CanzonaError, Split
@@ -274,26 +274,6 @@ def test_state_of_the_fused_matrix_is_refused() -> None:
 # -- around it ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_one_result_whatever_the_order_of_rows() -> None:
-    """The same q, k and v, fused in two ways, in layouts that a model has under TP=1 and under TP=4."""
-    results = []
-    for splits in (BLOCK, SPLITS["interleaved"]):
-        random = torch.Generator().manual_seed(0)
-        matrices = {name: [torch.randn(s, generator=random) for s in ((16, 16), (8, 16), (8, 16))] for name in "wg"}
-        split = splits["*.qkv"]
-        rows = list(rows_of(split if isinstance(split, Split) else Split(split)).values())
-        weight, grad = (torch.zeros(32, 16).index_copy(0, torch.cat(rows), torch.cat(matrices[n])) for n in "wg")
-        param = nn.Parameter(weight)
-        optimizer = canzona_compile.wrap(Muon([("x.qkv", param)], lr=0.1), split={"*.qkv": split})
-        share_captures(optimizer)
-        for _ in range(3):
-            param.grad = grad.clone()
-            optimizer.step()
-        results.append([param.detach()[r] for r in rows])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_names_from_the_model() -> None:
     model = nn.ModuleDict({"qkv": nn.Linear(16, 32, bias=False), "out": nn.Linear(16, 16, bias=False)})
     optimizer = canzona_compile.wrap(Muon(model.parameters(), lr=0.1), model=model, split={"qkv.*": {"a": 16, "b": 16}})
@@ -342,13 +322,6 @@ def test_elementwise_work_that_depends_on_the_shape_sees_the_pieces(kind: type[O
         plain.step()
         wrapped.step()
     assert same_bits(torch.cat([part.detach() for part in parts]), fused)
-
-
-@pytest.mark.full
-def test_elementwise_work_is_left_whole() -> None:
-    param = nn.Parameter(torch.ones(32, 16))
-    optimizer = canzona_compile.wrap(AdamW([("qkv", param)]), split={"qkv": {"q": 16, "kv": 16}})
-    assert [(row.name, row.how) for row in canzona_compile.explain(optimizer).parameters] == [("qkv", "local")]
 
 
 def go_on_in_copies(make: str) -> None:

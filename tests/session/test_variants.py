@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.session import session
-from examples.optimizers.soap import SOAP
 from tests.harness import toys
 from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import crossed, first
@@ -185,20 +184,3 @@ def train_in_turns(case: Case, **options: Any) -> None:
 def test_programs_that_share_buffers_take_turns(micro_groups: int) -> None:
     after = partial(train_in_turns, ALONE)
     run(2, train_in_turns, Case("fsdp", (2,)), strategy="owner", micro_groups=micro_groups, after=after)
-
-
-@pytest.mark.full
-def test_captures_of_soap_under_a_schedule() -> None:
-    """With a refresh every third step, 30 steps: three per shape at most, and none after a checkpoint."""
-    pair = Pair(lambda params: SOAP(params, every=3), SHAPES, captures_anew=True)
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60) for optimizer in pair.both]
-    for _ in range(30):
-        pair.step()
-        for schedule in schedules:
-            schedule.step()
-    captures = pair.report.captures
-    assert captures <= 3 * len(set(SHAPES))
-    for optimizer in pair.both:
-        optimizer.load_state_dict(optimizer.state_dict())
-    pair.steps(6)
-    assert pair.report.captures == captures
