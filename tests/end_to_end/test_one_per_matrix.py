@@ -208,7 +208,7 @@ def test_what_state_dict_must_not_hold_is_named() -> None:
 
 
 def unsaved(case: Case) -> list[tuple[str, str]]:
-    part = part_of("by index", case)
+    part = Part("by index", case)
     part.steps(0, 1)
     for param in part.laid.params:
         own = part.optimizer.state[param].get("object")
