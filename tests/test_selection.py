@@ -31,12 +31,6 @@ END_TO_END = "tests/end_to_end/"
 NAMES = ("make", "name", "optimizer")  # of parameters that are optimizers there
 WORDS = (Case, str, torch.dtype)
 TORCH_FREE = {"acceptance", "docs", "benchmarks", "ownership", "packages"}  # tests that need no other torch
-    "acceptance",
-    "docs",
-    "benchmarks",
-    "ownership",
-    "packages",
-}  # folders of tests that need not be run with another torch
 DTYPES = {str(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
 

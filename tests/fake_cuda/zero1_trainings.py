@@ -25,7 +25,6 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel import gradient
 from canzona_compile.data_parallel.engine import Zero1
 from canzona_compile.data_parallel.fragment import Fragment
-from canzona_compile.eager.own_object import Maker
 from canzona_compile.passes.symmetry import Symmetry
 from canzona_compile.replica.twin import step_plainly
 from canzona_compile.session import step_driver
@@ -367,7 +366,7 @@ def zero1_on_device() -> Iterator[None]:
         with shown(True):
             init(*args, **kwargs)
 
-    def shared(optimizer: Optimizer, maker: Maker | None) -> Capture:
+    def shared(optimizer: Optimizer, maker: Any) -> Capture:
         capture = Capture(optimizer, maker)
         adopt(capture, SHARED)
         return capture
