@@ -74,12 +74,7 @@ def sparse() -> Optimizer:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     name: (lambda name=name: NAMED[name].make(parameters()))  # type: ignore[misc]
-    for name in (
-        "optimizer-inside-halved",
-        "optimizer-inside-halved-with-momentum",
-        "cache-with-effect",
-        "address-in-set",
-    )
+    for name in ("optimizer-inside-halved", "address-in-set")
 }
 REFUSED |= {"on meta": on_meta, "matrix on meta": matrix_on_meta, "in columns": in_columns, "sparse gradient": sparse}
 
