@@ -34,7 +34,7 @@ from canzona_compile.tensors import memory_of, plain_attributes
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
-StepMaker = Callable[[Miniature], Callable[[], Any]]  # makes what steps a miniature and returns its results
+StepOf = Callable[[Miniature], Callable[[], Any]]  # makes what steps a miniature once, and returns what that returned
 
 
 def plainly(small: Miniature) -> Callable[[], Any]:
@@ -120,7 +120,7 @@ class RehearsedSteps:
     error: Exception | None = None
 
 
-def take(optimizer: Optimizer, scenario: Scenario, way: StepMaker = plainly) -> RehearsedSteps:
+def take(optimizer: Optimizer, scenario: Scenario, step_of: StepOf = plainly) -> RehearsedSteps:
     """Take the steps of a scenario on a miniature of an optimizer. What lies outside is as before then.
 
     Random numbers are the same each time. Questions about layouts are noted of plain steps only.
@@ -129,7 +129,7 @@ def take(optimizer: Optimizer, scenario: Scenario, way: StepMaker = plainly) -> 
     with seeded(device) as drew:
         small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
         with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
-            found = run(small, scenario, way(small), asks=way is plainly)
+            found = run(small, scenario, step_of(small), asks=step_of is plainly)
             found.outside = outside.changed()
         found.kind, found.drew = type(small.optimizer).__name__, drew()
     found.uses_cache = outside.calls_problem or small.calls.problem
