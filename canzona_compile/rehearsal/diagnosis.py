@@ -125,8 +125,9 @@ def refusal(
     moving = sorted({f"self.{name}" for p, v in last.items() if v != first.get(p) and (name := attribute_of(p))})
     written = f", and it changes {some(beside or moving)}" if beside or moving else ""
     hint = f"{broken('2 or 3')}; {TOGETHER}; {object_per_matrix(optimizer)}"
-    if any(isinstance(leaf, Module) for leaf in pytree.tree_leaves(vars(optimizer))):
-        hint += "; to change weights of modules after the step, use a hook as in examples/qk_clip.py"
+    held = {name: pytree.tree_leaves(value) for name, value in vars(optimizer).items()}
+    if modules := [f"self.{name}" for name, leaves in held.items() if any(isinstance(x, Module) for x in leaves)]:
+        hint += f"; to change weights of {some(modules)} after the step, use a hook as in examples/qk_clip.py"
     return UnsupportedOptimizer(
         f"{kind} updates parameters together: the update of one depends on others{written}", at=at, hint=hint
     )
