@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.ownership_table import models, newton_schulz
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ownership import NAMES, lpt, planner_named
+from canzona_compile.ownership import jobs as dealing
 from canzona_compile.ownership.alpha import AlphaBalanced, busiest_row, nearest, static_start
 from canzona_compile.ownership.buffer import in_buckets, rows_of
 from canzona_compile.ownership.jobs import (
@@ -320,7 +321,7 @@ def test_work_of_36000_jobs_on_4096_places(monkeypatch: pytest.MonkeyPatch, dist
     dice = random.Random(5)
     costs = [dice.uniform(1, 10) for _ in range(36_000 if distinct else 12)]
     jobs = [Job(f"m{i}", i, costs[i % len(costs)], 10**6) for i in range(36_000)]
-    dealt = counted(monkeypatch, jobs, "heapreplace")
+    dealt = counted(monkeypatch, dealing, "heapreplace")
     looked = counted(monkeypatch, lpt.SwapSearch, "_idlest")
     swapped = counted(monkeypatch, lpt.SwapSearch, "_do")
     owners = LptSwap()(jobs, 512, 8, {})
