@@ -317,7 +317,8 @@ class Capture:
         """Make a kind whose every step is the optimizer's own eager step, on an owner rank."""
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
-        template = replace(interpreted_template(label, spec, reason), draws=self._draws())
+        made = interpreted_template(label, spec, reason, on_owner=self.maker is not None)
+        template = replace(made, draws=self._draws())
         return ParamKind(None, {None: template}, (), {})
 
     def _transitional(self, like: ParamExample, reason: str) -> ParamKind:

@@ -45,13 +45,16 @@ def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.
     return item
 
 
-def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = ()) -> Template:
+def interpreted_template(
+    name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = (), on_owner: bool = False
+) -> Template:
     """Make a template whose whole step is one opaque node.
 
     Args:
         spec: shape and dtypes of the parameter and its gradient.
         state: tensor leaves that the step creates and the graph returns; the others stay in the
             owner's state.
+        on_owner: whether a 0-d parameter has an owner, too; otherwise every rank steps it.
 
     Returns:
         A template with the leaves `task`, `param` and `grad`, which writes `param` and `state`.
@@ -66,6 +69,7 @@ def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tup
     for node, leaf in zip(nodes[1:], leaves[1:], strict=True):
         node.meta["val"] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     step = graph.call_function(EagerStep(tuple(leaf.name for leaf in state)), tuple(nodes))
+    step.meta["on_owner"] = on_owner
     written = (leaves[1], *state)
     results = [
         _getitem(graph, step, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))

@@ -117,7 +117,8 @@ def from_numbers(graph: fx.Graph, barred: Collection[str] = ()) -> set[fx.Node]:
     for node in graph.nodes:
         value = tensor_value(node)
         small = node.op != "output" and (value is None or value.ndim == 0)
-        if isinstance(node.target, CompiledCall):  # users' functions run once, on the owner
+        # Users' functions run once, on the owner, and so do optimizer objects of one matrix.
+        if isinstance(node.target, CompiledCall) or node.meta.get("on_owner"):
             continue
         inputs_free = node.target not in barred if node.op == "placeholder" else found.issuperset(node.all_input_nodes)
         if small and inputs_free:

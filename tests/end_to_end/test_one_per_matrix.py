@@ -19,7 +19,12 @@ from tests.harness.marks import only
 from tests.harness.own_objects import MAKERS, ByAddress, Oracle
 from tests.harness.pairs import feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
+from tests.harness.traps.grammar import toy
 
+# It counts outside of the state of parameters, and takes those of any shape.
+Tempering = toy(
+    "tempering", group='group["steps"] = group.get("steps", 0) + 1', update="grad", scale='1 / group["steps"]'
+)()
 SHAPES = ((7, 5), (5, 8), (6, 6))
 SAVED, END = 4, 7
 ALONE = Case("plain", ())
@@ -250,6 +255,21 @@ def test_new_plans_groups_and_cleared_state() -> None:
                 optimizer.step()
         wrapped.step()
     assert different([p.detach() for p in params], [params_of(own)[0].detach() for own in plain]) == []
+
+
+def test_scalars_have_objects_too() -> None:
+    """The wrapped optimizer itself never steps, so that its counter stands still."""
+    params, plain = parameters([(), (4, 3)]), parameters([(), (4, 3)])
+    wrapped = canzona_compile.wrap(Tempering(params), one_per_matrix=Tempering)
+    alone = [Tempering([param]) for param in plain]
+    for step in range(3):
+        feed(wrapped, step)
+        for own, param, like in zip(alone, plain, params, strict=True):
+            param.grad = like.grad
+            own.step()
+        wrapped.step()
+    assert different([p.detach() for p in params], [p.detach() for p in plain]) == []
+    assert [row.cell for row in wrapped.canzona.explain().parameters] == ["own object"] * 2
 
 
 def test_attributes_that_users_change_are_followed_or_refused() -> None:
