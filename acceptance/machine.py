@@ -17,8 +17,8 @@ from acceptance.step import AcceptedMachine
 from canzona_compile.machine.hardware import this_processor
 
 ROOT = Path(__file__).parents[1]  # of the repository
-# What a bare machine may lack: for tests, for tests side by side, pages in a terminal, two comparisons.
-OPTIONAL = ("pytest", "xdist", "hypothesis", "rich", "quack", "dion")
+# What a bare machine may lack: for tests, for tests side by side, pages in a terminal, a comparison.
+OPTIONAL = ("pytest", "xdist", "hypothesis", "rich", "dion")
 # What changes how CUDA, NCCL, torch or Triton work. Nothing else of the environment is written down: it may be secret.
 SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "OMP_NUM_THREADS", "CUBLAS")
 

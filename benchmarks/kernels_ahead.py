@@ -74,9 +74,9 @@ class Built:
     seconds: float
 
 
-def pointer_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
+def pointer_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
     """Aligned operands; turned: of A^T A."""
-    types = dict.fromkeys("abcd", f"*{kind}") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
+    types = dict.fromkeys("abcd", "*bf16") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
     types |= {"M": "i32", "K": "i32"}
     unit = dict.fromkeys(("a_row", "b_row") if turned else ("a_col", "b_col"), 1) | {"c_col": 1, "d_col": 1}
     strides = [f"{x}_{dim}" for x in "abcd" for dim in ("batch", "row", "col")]
@@ -88,11 +88,11 @@ def pointer_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind
     )
 
 
-def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
+def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
     """As above, by descriptors."""
 
     def descriptor(rows: int, columns: int) -> str:
-        return f"tensordesc<{kind}[1, {rows}, {columns}]>"
+        return f"tensordesc<bf16[1, {rows}, {columns}]>"
 
     types = {
         "a": descriptor(tile.k, tile.m) if turned else descriptor(tile.m, tile.k),

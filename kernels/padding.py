@@ -13,18 +13,18 @@ from torch import Tensor
 MULTIPLE = 16
 
 
-def padded_size(size: int, multiple: int = MULTIPLE) -> int:
+def padded_size(size: int) -> int:
     """Return the next multiple of 16: 16 for 1..16, 0 for 0."""
-    return -(-size // multiple) * multiple
+    return -(-size // MULTIPLE) * MULTIPLE
 
 
-def pad_cast(x: Tensor, dtype: torch.dtype, multiple: int = MULTIPLE) -> Tensor:
+def pad_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a new contiguous [..., Mp, Np] of `dtype`: zeros with x, [..., M, N], in the upper left corner.
 
     One pass over the data: the cast is the copy. Nothing but the border is written twice.
     """
     rows, columns = x.shape[-2:]
-    out = x.new_empty(*x.shape[:-2], padded_size(rows, multiple), padded_size(columns, multiple), dtype=dtype)
+    out = x.new_empty(*x.shape[:-2], padded_size(rows), padded_size(columns), dtype=dtype)
     corner(out, rows, columns).copy_(x)
     out[..., rows:, :].zero_()
     out[..., :rows, columns:].zero_()

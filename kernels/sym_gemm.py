@@ -148,13 +148,13 @@ def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: float, be
         # With beta = 0 `baddbmm` does not read its first operand, so this passes the result.
         torch.baddbmm(d if c is None else c, a, b.mT, beta=0.0 if c is None else beta, alpha=alpha, out=d)
     else:
-        result = alpha * _product(a, b.mT, d.dtype)
+        result = alpha * _product(a, b.mT)
         d.copy_(result if c is None else result + beta * c)
     if diag != 0.0:
         d.diagonal(dim1=-2, dim2=-1).add_(diag)
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, 16-bit operands with a float32 result."""
     if a.dtype in (torch.float16, torch.bfloat16):
         if a.is_cuda:

@@ -23,7 +23,6 @@ def whole_copy(
     values: Tensor,
     grad: Tensor | None,
     attributes: Mapping[str, Any],
-    requires_grad: bool = True,
     memory: torch.memory_format = torch.contiguous_format,
 ) -> nn.Parameter:
     """Make a whole parameter with memory of its own.
@@ -32,7 +31,7 @@ def whole_copy(
         memory: how both lie in memory; contiguous as what was gathered, unless it says otherwise.
     """
     made = values.detach().clone(memory_format=memory)
-    own = nn.Parameter(made, requires_grad=requires_grad)
+    own = nn.Parameter(made)
     vars(own).update(attributes)
     if grad is not None:
         if grad.dtype != values.dtype:

@@ -195,13 +195,6 @@ def keep(values: Sequence[Any]) -> None:
     """Do nothing. Values that this takes were not freed before: other streams read them."""
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in nested lists and tuples."""
-    if isinstance(values, Tensor):
-        return [values]
-    return [t for v in values for t in tensors_in(v)] if isinstance(values, list | tuple) else []
-
-
 @dataclass(frozen=True)
 class ProductAt:
     """Target of a graph node: an operator that runs in a given float32 matmul precision.

@@ -15,7 +15,6 @@ from canzona_compile.tensors import local_part
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 AT_ONCE = 2**20  # elements; the integers that are computed with take 8 bytes each
 FACTOR = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing
-Ranks = tuple[int, ...]
 
 
 class Copy(NamedTuple):

@@ -33,13 +33,6 @@ class RandomWork(PerParameter):
         param.add_(cube(grad + torch.randn_like(grad)), alpha=-group["lr"])
 
 
-class RandomOnHost(HostReading):
-    """And in code that cannot."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        super().update(param, grad + torch.rand(()), group, state)
-
-
 class RandomByItself(HostReading):
     """By a generator that it made."""
 

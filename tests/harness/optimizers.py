@@ -149,7 +149,7 @@ Shared = dict[Any, Any]  # by class, attributes and groups: what optimizers alik
 SHARED: Shared = {}
 
 
-def share_captures(optimizer: Any, among: Shared = SHARED, maker: Any = None) -> None:
+def share_captures(optimizer: Any, among: Shared = SHARED) -> None:
     """Let a wrapped optimizer use what others like it captured in this process.
 
     A capture takes a third of a second, that of an optimizer with periodic work many; it depends on no layout, and
@@ -158,10 +158,9 @@ def share_captures(optimizer: Any, among: Shared = SHARED, maker: Any = None) ->
 
     Args:
         among: those that may share, for tests to whom the numbers of templates matter.
-        maker: what made it. Optimizers of one maker are alike, also where no key says what their attributes hold.
     """
     for one in getattr(optimizer, "optimizers", [optimizer]):  # of a chain
-        adopt(one.canzona.session.capture, among, maker)
+        adopt(one.canzona.session.capture, among)
 
 
 @contextmanager
@@ -195,14 +194,14 @@ def attributes_of(optimizer: Optimizer) -> tuple[tuple[str, str], ...] | None:
     return tuple(sorted((k, repr(v)) for k, v in own.items())) if simple else None
 
 
-def adopt(capture: Capture, among: Shared, maker: Any = None) -> None:
+def adopt(capture: Capture, among: Shared) -> None:
     """Replace what a capture has learned by what others have; the first one of its like gives its own."""
     optimizer = capture.optimizer
     attributes = attributes_of(optimizer)
-    if (attributes is None and maker is None) or capture.maker is not None:
+    if attributes is None or capture.maker is not None:
         return
     groups = frozenset(signature(group) for group in optimizer.param_groups)
-    key = (plain_class(optimizer), maker if attributes is None else attributes, groups)
+    key = (plain_class(optimizer), attributes, groups)
     parts = among.setdefault(key, [getattr(capture, name) for name in PARTS])
     for name, part in zip(PARTS, parts, strict=True):
         setattr(capture, name, part)

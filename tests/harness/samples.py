@@ -143,7 +143,7 @@ def toy_owner(b: Builder, new: fx.Node, low: fx.Node) -> tuple[fx.Node, fx.Node]
     return update, b.call("new_q", aten.mm.default, flipped, new)
 
 
-def toy_template(name: str = "toy") -> Template:
+def toy_template() -> Template:
     values = {x.name: empty(x.shape, x.dtype) if x.dtype else 0.5 for x in TOY_LEAVES}
     b = Builder(**values)
     new, low = toy_fragments(b)
@@ -151,7 +151,7 @@ def toy_template(name: str = "toy") -> Template:
     new_param = b.call("new_param", aten.add.Tensor, b["param"], update, alpha=b["lr"])
     graph = b.returns(new_param, new, new_q)
     writes = ("param", "buffer", "q")
-    return Template(name, TOY_SHAPE, torch.float32, TOY_LEAVES, writes, graph)
+    return Template("toy", TOY_SHAPE, torch.float32, TOY_LEAVES, writes, graph)
 
 
 def toy_placed(name: str, template: Template, layout: Layout) -> Placed:

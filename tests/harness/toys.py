@@ -95,12 +95,6 @@ Wording = toy("wording")("""
     state["next"] = "take" if state["next"] == "add" else "add"
     param.add_(cube(sum(state["averages"]).to(param.dtype)), alpha=sign * group["lr"])
 """)
-# Averages of 16-bit gradients in 32 bits.
-Wide = toy("wide")("""
-    average = state.setdefault("average", torch.zeros_like(param, dtype=torch.float32))
-    average.lerp_(grad.float(), 0.1)
-    param.add_(cube(average).to(param.dtype), alpha=-group["lr"])
-""")
 # A momentum in the dtype of the parameter and a preconditioner in float32.
 WideFactors = toy("wide-factors")("""
     if not state:

@@ -92,9 +92,9 @@ def test_history_finds_steps_by_form_and_by_pass() -> None:
 # -- order -------------------------------------------------------------------------------------
 
 
-def order_error(passes: list[Pass], start: Form = Form.CAPTURED) -> str:
+def order_error(passes: list[Pass]) -> str:
     with pytest.raises(PipelineError) as caught:
-        check_order(passes, start)
+        check_order(passes, Form.CAPTURED)
     return str(caught.value)
 
 

@@ -80,9 +80,9 @@ def least(costs: list[float], own: list[float], known: float) -> float:
 
 
 @st.composite
-def instances(draw: st.DrawFn, most: int = 9, places: int = 6) -> Instance:
+def instances(draw: st.DrawFn, most: int = 9) -> Instance:
     """Few jobs, some alike and some free, with one to three FLOPs per element or with none of either."""
-    rows, columns = draw(st.sampled_from([(r, s) for r in range(1, 4) for s in range(1, 4) if r * s <= places]))
+    rows, columns = draw(st.sampled_from([(r, s) for r in range(1, 4) for s in range(1, 4) if r * s <= 6]))
     sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=most))
     densities = draw(st.lists(st.sampled_from([1.0, 1.0, 2.0, 3.0]), min_size=len(sizes), max_size=len(sizes)))
     jobs = [Job(f"m{i}", i, n * d, n) for i, (n, d) in enumerate(zip(sizes, densities, strict=True))]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from canzona_compile.simulation.engine import COMPUTE, NETWORK, NODE, Memory, Simulation, Span
+from canzona_compile.simulation.engine import COMPUTE, NETWORK, NODE, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.trace import MOST_ARROWS, MOST_NAMES, TITLES, micro, trace, tracks
 from tests.tools.forecasts import forecast
@@ -30,10 +30,10 @@ def checker() -> Any:
     return jsonschema.Draft202012Validator(SCHEMA)
 
 
-def with_simulation(spans: tuple[Span, ...], memory: tuple[Memory, ...] = ()) -> Forecast:
+def with_simulation(spans: tuple[Span, ...]) -> Forecast:
     found = forecast()
     shown = tuple(sorted({s.rank for s in spans}))
-    return replace(found, simulation=Simulation(1.0, found.simulation.ranks, shown, spans, memory))
+    return replace(found, simulation=Simulation(1.0, found.simulation.ranks, shown, spans, ()))
 
 
 @pytest.fixture(scope="module", params=[(4, 3), (2, 1), (40, 6)], ids=lambda p: f"{p[0]}-ranks")

@@ -174,12 +174,12 @@ def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
     for step in range(1, order.steps + 1):
         page = read_together(journal, step)
         given.update(name for name, grad in zip(made.names, page.grads, strict=True) if grad is not None)
-        compare_step(made, order.layout, page, step, tally, given)
+        compare_step(made, order.layout, page, step, tally)
         if step == 1 and not {"strategy", "plan"} & order.options.keys() and (everywhere := computed_everywhere(made)):
             beside = built(order.build, order.seed)
             share(beside, order.layout, {"strategy": "owner", **order.options})
         if beside is not None:
-            compare_step(beside, order.layout, page, step, owned, given)
+            compare_step(beside, order.layout, page, step, owned)
         if rank == 0:
             tell(f"step {step} of {order.steps}", step, order.steps)
             rows = (*tally.rows, *owned.rows)
@@ -190,7 +190,7 @@ def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
     return RankOutcome(kind, tally.rows, owned.rows, everywhere, idle, roles)
 
 
-def compare_step(made: Built, layout: LayoutName, page: StepPage, step: int, tally: Tally, given: set[str]) -> None:
+def compare_step(made: Built, layout: LayoutName, page: StepPage, step: int, tally: Tally) -> None:
     """Take one step of a wrapped optimizer with the gradients of a page, and compare its leaves with the page."""
     with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
         give(made, layout, page.grads)
