@@ -25,6 +25,8 @@ NOT_OURS = "The machine, its driver or its torch does not work; this package was
 UNMEASURED = (
     "Results are correct if the steps above passed; only measurements, and choices based on them, are missing. "
 )
+# Without plugins that the machine has for other work: one of them warns about others, and our settings forbid that.
+ALONE = ("env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1")
 PYTEST = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
 WORKERS = 12  # tests at a time on one GPU: each waits for its compiler most of the time
 # Batches of matrices of Qwen3-1.7B, 0.6B and 8B: one by itself, and as many as one of 8 ranks owns.
@@ -32,7 +34,8 @@ QWEN3 = (
     *("1x2048x2048", "7x2048x2048", "1x2048x6144", "10x2048x6144", "7x1024x2048", "7x1024x1024", "10x1024x3072"),
     *("1x4096x4096", "9x4096x4096", "1x4096x12288", "13x4096x12288", "9x1024x4096"),
 )
-# Of `benchmarks/gpu.py`: stacks for Newton-Schulz, single products, and a layer of Qwen3-1.7B. In at most 2.5 minutes.
+# Of `benchmarks/gpu.py`: stacks for Newton-Schulz, single products, and steps. In bfloat16, and in float16, in which
+# `numerics="fast"` multiplies.
 BENCHMARKED = (
     *("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "2x2048x2048", "3x2048x6144"),
     *("1x1024x1024", "1x1536x1536", "1x2048x2048", "1x3072x3072", "1x6144x6144", "1x8192x8192"),
@@ -144,14 +147,14 @@ def gpu_tests(dry: bool, room: str = "") -> Iterator[AcceptanceStep]:
     """
     files = [path for path in files_of_gpu_tests() if path.startswith(f"tests/{room}")]
     workers = 2 if dry else WORKERS
-    beside = ("-n", str(workers), "--dist", "worksteal") if find_spec("xdist") else ()
+    beside = ("-p", "xdist.plugin", "-n", str(workers), "--dist", "worksteal") if find_spec("xdist") else ()
     record = ("-v", "--junitxml", "{output}/tests.xml")  # the log has a line per test at once, also if it is killed
     yield AcceptanceStep(
         f"tests/{room or 'gpu'}",
         "kernels, streams and recordings do on one GPU what their tests say",
         "Look at the failed test, and at what it asserts: the test may be out of date. `tests/kernels`: results may be "
         "wrong wherever the kernel is used. `tests/runtime`: the order of streams, recordings, or waits of the host.",
-        OneProgram(("{python}", *PYTEST, "-rfE", "--tb=short", *beside, *record, *files)),
+        OneProgram((*ALONE, "{python}", *PYTEST, "-rfE", "--tb=short", *beside, *record, *files)),
         (*on_cuda(dry), "triton", "pytest"),
         SLOW / 2,
     )
@@ -165,7 +168,7 @@ def checked_memory(dry: bool) -> Iterator[AcceptanceStep]:
         "no kernel of these tests reads or writes outside of its tensors",
         "A kernel accesses memory outside of its tensors: exit code 9, and the log names kernel and address. Other "
         "exit codes are failed tests; under the sanitizer those that bound time or memory may fail by themselves.",
-        OneProgram((*check, "{python}", *PYTEST, "-x", "-k", f"not ({PROFILED})", *files_of_gpu_tests())),
+        OneProgram((*ALONE, *check, "{python}", *PYTEST, "-x", "-k", f"not ({PROFILED})", *files_of_gpu_tests())),
         ("cuda", "triton", "sanitizer", "pytest"),
         SLOW / 2,
     )
@@ -188,7 +191,7 @@ def tuning(dry: bool, name: str, shows: str, limit: float, *arguments: str) -> A
 def benchmarks(dry: bool) -> Iterator[AcceptanceStep]:
     """Kernels and steps beside those of others, once the kernels that are best here are known; then rates."""
     shows = "the kernels that beat the library for the benchmark's matrices are found, and the benchmark uses them"
-    yield tuning(dry, "tune-benchmark", shows, 180.0, "--dtype", "bfloat16", "--rounds", "5", *BENCHMARKED)
+    yield tuning(dry, "tune-benchmark", shows, 180.0, "--rounds", "5", *BENCHMARKED)
     yield AcceptanceStep(
         "measured/benchmark",
         "how long a step takes compared with torch.compile on this GPU",

@@ -1,8 +1,8 @@
 """Which kernel runs for which problem: a pure function of the problem, the architecture and measured verdicts.
 
-The rule is: never slower than the library. `choose` takes a Triton kernel if a published figure or a measurement on
-this machine says that it wins, else the library. `kernels.tune` measures, `kernels.tuning_cache` keeps the verdicts,
-and a verdict overrides the published figures.
+The rule is: never slower than the library. `choose` takes a Triton kernel if a rule or a measurement on this machine
+says that it wins, else the library. `kernels.tune` measures, `kernels.tuning_cache` keeps the verdicts, and a verdict
+overrides the rules.
 """
 
 from __future__ import annotations
@@ -138,24 +138,24 @@ class DispatchRule:
     most_m: int = 1 << 30
 
 
-# The rules follow published figures at their lower end; none is our own. If two sources disagree, the slower one
-# counts: at m = 2048 one reports 1.19 and one 0.78 times the library, so the library takes a single matrix of 2048. The
-# figures hold for k >= m, so the library takes k < m too. Batches of 2048 begin at eight: from 0.78 for one matrix,
-# whose 136 tiles fill 52% of two waves, to the 92% of eight (1088 tiles) is 1.38, and the library gains 1.29 from
-# larger products (462 to 595 TFLOP/s, Inductor on H100), so 1.07 is left; of four matrices (82%) 0.96. Batches of 1024
-# break even by the only figure for them (H20). sm_100 has no rule, because there is no figure for Triton.
+# For sm_90 the rules follow `benchmarks/results/products-nvidia-h200.json`: bfloat16, torch 2.11, Triton 3.6. They take
+# what won there in all products of their range, and the one tile that did. One product of 2048 has 136 tiles, too few
+# for it: only a smaller one wins, by 1.24, and the tuner finds that. Products of 4096 and more with a summand are at
+# 0.96 to 1.10 by shape, so the tuner decides them. An H100 multiplies as fast and copies more slowly.
+#
+# For sm_80 they follow published figures at their lower end. sm_100 has no rule, because there is no figure for Triton.
+# All hold for k >= m, so the library takes k < m.
 #
 # gemm_axpby: the library copies the summand to where the result will be before it adds the product, and our kernel adds
-# as it goes. Beside the product, which grows with m, the copy takes 2 * rate / (bandwidth * m) of its time: 6 to 9% at
-# m = 4096, 48% at 512 (595 TFLOP/s, Inductor on H100; 4.8 TB/s of an H200, since an H100 copies more slowly). For
-# ordinary products Triton reaches 0.75 of the library's rate by the slowest figure for Hopper (triangles of 8192,
-# Inductor and flash-muon: executed FLOPs beside the library's), on A100 0.69 (the model of docs/kernel_model.md at 64 x
-# 1024). So with a margin of 5% the kernel is as fast up to m = 620 and 390; the tuner measures those above, which it
-# decides. Fewer than four waves of tiles leave processors idle in the last one.
+# as it goes. Beside the product, which grows with m, the copy takes 2 * rate / (bandwidth * m) of its time: 48% at
+# m = 512 (595 TFLOP/s, Inductor on H100; 4.8 TB/s of an H200). For ordinary products Triton reaches 0.75 of the
+# library's rate by the slowest figure for Hopper (triangles of 8192, Inductor and flash-muon: executed FLOPs beside the
+# library's), on A100 0.69 (the model of docs/kernel_model.md at 64 x 1024). So with a margin of 5% the kernel is as
+# fast up to m = 620 and 390. Fewer than four waves of tiles leave processors idle in the last one.
 RULES = (
-    DispatchRule("sym_gemm", 90, "tma", 4096, 0, "X X^T at 4096: 1.26 (Inductor, H100) and 1.61 (flash-muon, H800)"),
-    DispatchRule("sym_gemm", 90, "tma", 2048, 1056, "batches of 2048: 1.5 (batched SYRK, H20), at four waves and more"),
+    DispatchRule("sym_gemm", 90, "tma", 1024, 252, "1.09 to 1.95 times the library's speed on an H200"),
     DispatchRule("sym_gemm", 80, "pointer", 4096, 0, "X X^T at 4096: 1.78, at 8192: 1.73 (flash-muon, A100)"),
+    DispatchRule("gemm_axpby", 90, "tma", 1024, 256, "1.10 to 1.32 times the library's speed on an H200", 2048),
     DispatchRule("gemm_axpby", 90, "tma", 128, 528, "the library copies its summand first: 48% at m = 512", 512),
     DispatchRule("gemm_axpby", 80, "pointer", 128, 432, "the library copies its summand first: 53% at m = 384", 384),
 )
@@ -204,10 +204,10 @@ def measured(problem: Problem, verdicts: Verdicts, processors: int) -> KernelCho
     A kernel that won at a smaller and at a larger batch is taken for the batches between, unless its last wave leaves
     more processors idle there than at both of them. Beyond the batches that were measured no kernel is chosen because
     of a measurement: fewer matrices may leave processors idle, and the library may gain more from more of them. Where
-    the nearest batch is the library's, so is this one, whatever published figures say: they are of other machines.
+    the nearest batch is the library's, so is this one, whatever the rules say: they are of other machines.
 
     Returns:
-        None if published figures may decide: nothing near was measured, or different kernels beat the library.
+        None if the rules may decide: nothing near was measured, or different kernels beat the library.
     """
     if problem in verdicts:
         return verdicts[problem]
@@ -255,8 +255,8 @@ def tiles_of_triangle(m: int, tile: Tile) -> int:
 
 
 def _tile(problem: Problem, rule: DispatchRule, processors: int) -> Tile:
-    """Choose 128 x 256 (one per multiprocessor) if few idle in its last wave, else 128 x 128 (two per one)."""
-    if rule.kernel != "tma" or problem.op != "sym_gemm":
+    """Choose 128 x 256 (one per multiprocessor) for large matrices if few idle in its last wave, else 128 x 128."""
+    if rule.kernel != "tma" or problem.op != "sym_gemm" or problem.m < 4096:
         return SQUARE
     waves = problem.batch * tiles_of_triangle(problem.m, WIDE) / processors
     return WIDE if waves >= 3 or _fill(problem, WIDE, processors) >= 0.85 else SQUARE

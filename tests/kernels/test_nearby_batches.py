@@ -53,7 +53,7 @@ def test_the_nearest_batches_count() -> None:
     assert kernel(batch(2), verdicts) == "library"  # one of two
     assert kernel(batch(32), verdicts) == ""  # two kernels win, and neither was measured at the other's batch
     assert kernel(batch(100), verdicts) == "library"
-    assert kernel(batch(500), verdicts) == "library"  # the nearest one, whatever published figures say
+    assert kernel(batch(500), verdicts) == "library"  # the nearest one, whatever the rules say
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_batch_whose_last_wave_is_emptier_is_the_librarys() -> None:
     assert kernel(batch(3, op="gemm_axpby"), across, 256) == "library"
 
 
-def test_a_measurement_overrides_published_figures_of_other_batches() -> None:
+def test_a_measurement_overrides_the_rules_for_other_batches() -> None:
     large = replace(ONE, m=4096, k=4096)
     assert choose(large, 90).kernel == "tma"
     assert choose(large, 90, {replace(large, batch=2): LIBRARY}).kernel == "library"
