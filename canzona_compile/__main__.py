@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from canzona_compile import __version__
 from canzona_compile.compat.telling import set_up
-from canzona_compile.tools import profile as profiling
 from canzona_compile.tools import tune as tuning
 from canzona_compile.tools.calibration import calibrate as calibration
 from canzona_compile.tools.output import exit_code
@@ -52,11 +51,6 @@ COMMANDS = {
         "compare the wrapped optimizer with the plain one on your model; exit code 1 if a bit differs",
         verify.add_arguments,
         verify.run,
-    ),
-    "profile": Command(
-        "measure real steps of your model on this machine: time per phase and a trace",
-        profiling.add_arguments,
-        profiling.run,
     ),
 }
 

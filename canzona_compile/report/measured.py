@@ -162,7 +162,7 @@ def simulated_steps(measurement: Measurement, reported: Step) -> tuple[Step, ...
 
 def read_measured(path: str | Path) -> MeasuredReport:
     """Read the measured steps of a report that was written as JSON."""
-    hint = "write it with `canzona-compile profile --json`, or optimizer.canzona.report().to_json() after measure()"
+    hint = "write it with optimizer.canzona.report().to_json() after measure()"
     try:
         found = parsed(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

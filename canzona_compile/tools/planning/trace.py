@@ -1,4 +1,4 @@
-"""A forecast, or measured steps, as a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+"""A forecast as a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
 The trace has a process per rank and a thread per stream. Arrows join the transfers of one collective, and a counter
 shows the buffers.
@@ -7,7 +7,7 @@ shows the buffers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, groupby
 from operator import attrgetter
 from typing import Any
@@ -28,17 +28,7 @@ TraceEvent = dict[str, Any]
 
 def trace(forecast: Forecast) -> dict[str, Any]:
     """Return the simulated step as the object form of a trace: `json.dump` it to a file."""
-    other = {
-        "fingerprint": forecast.fingerprint,
-        "model": forecast.model,
-        "optimizer": forecast.optimizer,
-        "ranks": len(forecast.simulation.ranks),
-    }
-    return written(forecast.simulation, forecast.hardware, other)
-
-
-def written(simulation: Simulation, hardware: Hardware, other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return spans, simulated or measured, as the object form of a trace."""
+    simulation, hardware = forecast.simulation, forecast.hardware
     rows = tracks(simulation.spans)
     timed = [*spans(simulation, rows), *arrows(simulation, rows), *buffers(simulation)]
     # A stable sort: an arrow must come after the span that it starts in.
@@ -48,7 +38,10 @@ def written(simulation: Simulation, hardware: Hardware, other: Mapping[str, Any]
         "displayTimeUnit": "ms" if simulation.seconds >= 1e-3 else "ns",
         "otherData": {
             "schema": SCHEMA,
-            **other,
+            "fingerprint": forecast.fingerprint,
+            "model": forecast.model,
+            "optimizer": forecast.optimizer,
+            "ranks": len(simulation.ranks),
             "hardware": hardware.name,
             "assumed_rates": list(hardware.assumed),
             "seconds": simulation.seconds,

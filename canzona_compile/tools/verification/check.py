@@ -168,12 +168,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--steps", type=int, default=5, help="number of steps to compare (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
-    add_run_arguments(parser)
-
-
-def add_run_arguments(parser: ArgumentParser) -> None:
-    """Add what says how a user's model runs on gloo ranks: how many, its layout, and options of `wrap`."""
-    add = parser.add_argument
     add("--ranks", type=int, default=2, help="number of gloo processes (%(default)s)")
     add(
         "--layout",
@@ -200,16 +194,12 @@ def add_run_arguments(parser: ArgumentParser) -> None:
         wrap.add_argument(f"--{name}", metavar="FILE")
 
 
-def run_arguments(given: Namespace) -> dict[str, Any]:
-    """What `add_run_arguments` added, as arguments of `verify` and `profile`."""
-    # No argument is a function, as `one_per_matrix` is.
-    options = {name: value for name in OPTIONS if (value := getattr(given, name, None)) is not None}
-    return {name: getattr(given, name) for name in ("ranks", "layout", "seed", "limit")} | {"options": options}
-
-
 def run(given: Namespace) -> int:
     """Verify, print the result, and return the exit code: 0 if all is equal, 1 if not."""
+    # No argument is a function, as `one_per_matrix` is.
+    options = {name: value for name in OPTIONS if (value := getattr(given, name, None)) is not None}
+    asked = {name: getattr(given, name) for name in ("steps", "ranks", "layout", "seed", "limit")}
     with shown("verify", quiet=given.quiet):
-        found = verify(given.build, steps=given.steps, **run_arguments(given))
+        found = verify(given.build, options=options, **asked)
     show(found, found.to_json if given.json else None)
     return 0 if found.ok else 1

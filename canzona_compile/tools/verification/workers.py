@@ -82,7 +82,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every process of `verify` or `profile` has to know."""
+    """What every process of `verify` has to know."""
 
     build: str | bytes
     steps: int
