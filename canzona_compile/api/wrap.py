@@ -172,6 +172,8 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
         For each parameter group, the canonical names of its parameters in order. They are kept by position and not
         by parameter, because frameworks replace parameters later.
     """
+    if not isinstance(model, nn.Module):
+        raise CanzonaError(f"model= takes the model, a torch.nn.Module, not a {type(model).__name__}", at="wrap")
     known = {id(param): name for name, param in canonical_params(model).items()}
     for g, group in enumerate(optimizer.param_groups):
         for i, param in enumerate(group["params"]):
@@ -223,9 +225,9 @@ def unwrap(optimizer: Opt) -> Opt:
     held = (optimizer,) if is_wrapped(optimizer) else inside(optimizer)
     if held[0] is optimizer and not isinstance(optimizer, Optimizer):
         raise no_optimizer(optimizer, "unwrap")
-    if held[0] is optimizer and not is_wrapped(optimizer):
-        return optimizer
     wrapped = [own for own in members_of(held) if is_wrapped(own)]
+    if held[0] is optimizer and not wrapped:
+        return optimizer
     for own in wrapped:
         if (chain := own.canzona.chain()) is not None and not any(chain is one for one in held):
             raise CanzonaError(
@@ -311,7 +313,7 @@ def wrap_cls(
     if hasattr(optimizer_class, "_canzona_plain_class"):
         raise CanzonaError(f"{optimizer_class.__name__} is already wrapped", hint="pass the plain optimizer class")
     check_step_signature(optimizer_class)
-    made_options("wrap", WrapOptions.__optional_keys__, options)
+    made_options("wrap_cls", WrapOptions.__optional_keys__, options)
 
     def build(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         """Its result is not an instance of `cls`, so Python calls no `__init__` on it a second time."""

@@ -22,7 +22,7 @@ from canzona_compile.replica.leaves import leaf_name
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import MatrixGenerators
-from canzona_compile.replica.twin import step_plainly
+from canzona_compile.replica.twin import check_step_signature, step_plainly
 from canzona_compile.tensors import inner_tensors
 
 Maker = Callable[[list[torch.nn.Parameter]], Optimizer]  # makes an optimizer of some parameters
@@ -167,6 +167,7 @@ def made_by(make: Maker, param: torch.nn.Parameter, name: str) -> Optimizer:
             at=name,
             hint="pass a function such as one_per_matrix=lambda params: SOAP(params, lr=1e-3)",
         )
+    check_step_signature(type(made))
     return made
 
 

@@ -91,3 +91,10 @@ def test_an_optimizer_of_a_wrapped_chain_is_not_unwrapped_alone() -> None:
     del made, copied
     gc.collect()
     assert type(canzona_compile.unwrap(muon)) is Muon
+
+
+def test_optimizers_that_were_wrapped_one_by_one_are_unwrapped_together() -> None:
+    params = parameters(SHAPES)
+    made = chain(canzona_compile.wrap(Muon(params[:2], lr=0.1)), AdamW(params[2:], lr=0.1))
+    assert canzona_compile.unwrap(made) is made
+    assert [type(own) for own in made.optimizers] == [Muon, AdamW]

@@ -180,3 +180,22 @@ def test_gradients_where_no_optimizer_looks() -> None:
     assert caught.value.at == "weight"
     param.grad = param.main_grad
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("alpha", "x"), ("alpha", None), ("split", 3), ("plan", 3), ("hardware", 3)]
+)
+def test_an_option_of_another_kind_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(CanzonaError, match=f"{name}={value!r} is not ") as caught:
+        canzona_compile.wrap(muon(parameters()), **{name: value})
+    assert caught.value.at == f"the option {name}"
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    with pytest.raises(CanzonaError, match="not a int"):
+        canzona_compile.wrap(muon(parameters()), model=3)  # type: ignore[arg-type]
+
+
+def test_a_class_names_the_call_that_has_no_such_option() -> None:
+    with pytest.raises(TypeError, match=r"wrap_cls\(\) got an unexpected keyword argument 'stager'"):
+        canzona_compile.wrap_cls(Muon, stager=True)  # type: ignore[call-arg]
