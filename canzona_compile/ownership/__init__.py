@@ -9,26 +9,19 @@ from __future__ import annotations
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ownership.alpha import AlphaBalanced
-from canzona_compile.ownership.buffer import BUCKET
 from canzona_compile.ownership.jobs import Planner
 from canzona_compile.ownership.lpt import LptSwap, TwoStageLpt
 
-NAMES = ("alpha", "lpt", "lpt-swap")
+# All of them: options, the command line, and the alternatives that a plan shows follow this.
+PLANNERS = {kind.name: kind for kind in (AlphaBalanced, TwoStageLpt, LptSwap)}
+NAMES = tuple(PLANNERS)
 
 
-def planner_named(name: str, *, alpha: float = 1.0, bucket: int = BUCKET) -> Planner:
-    """The planner of that name. It ignores options that it does not have.
-
-    Args:
-        bucket: elements at which a bucket closes, for `AlphaBalanced`.
-    """
-    match name:
-        case "alpha":
-            return AlphaBalanced(alpha, bucket)
-        case "lpt":
-            return TwoStageLpt()
-        case "lpt-swap":
-            return LptSwap()
-    raise CanzonaError(
-        f"there is no ownership planner {name!r}", at="the option planner", hint=f"use one of {', '.join(NAMES)}"
-    )
+def planner_named(name: str, *, alpha: float = 1.0) -> Planner:
+    """The planner of that name; `alpha` is for the one that has it."""
+    if name not in PLANNERS:
+        raise CanzonaError(
+            f"there is no ownership planner {name!r}", at="the option planner", hint=f"use one of {', '.join(NAMES)}"
+        )
+    kind = PLANNERS[name]
+    return AlphaBalanced(alpha) if kind is AlphaBalanced else kind()

@@ -70,6 +70,7 @@ class AlphaBalanced:
     bucket: int = BUCKET
 
     name: ClassVar[str] = "alpha"
+    about: ClassVar[str] = "cuts of the buffer balanced by elements (Canzona's algorithm 1)"
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

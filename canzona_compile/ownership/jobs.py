@@ -47,6 +47,7 @@ class Planner(Protocol):
     """
 
     name: ClassVar[str]
+    about: ClassVar[str]  # in a few words, for pages
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         """The owner (r, s) of each job, in the order of `jobs`; 0 <= r < rows, 0 <= s < columns."""

@@ -162,6 +162,7 @@ class TwoStageLpt:
     """
 
     name: ClassVar[str] = "lpt"
+    about: ClassVar[str] = "largest first, to replicas and then to ranks within"
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         owned = largest_first(jobs, dict(enumerate(row_loads(rows, load))), "cost")
@@ -201,6 +202,7 @@ class LptSwap:
     """
 
     name: ClassVar[str] = "lpt-swap"
+    about: ClassVar[str] = "largest first over all ranks, then swaps"
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         # Keys are (column, row): among places with equal load, all rows of the lowest column come first.

@@ -48,7 +48,7 @@ class Instance:
     alpha: float
 
     def planner(self, name: str) -> Any:
-        return planner_named(name, alpha=self.alpha, bucket=self.bucket)
+        return AlphaBalanced(self.alpha, self.bucket) if name == "alpha" else planner_named(name)
 
     def plan(self, planner: Any) -> list[GridPosition]:
         return planner(self.jobs, self.rows, self.columns, self.load)
@@ -164,7 +164,7 @@ def test_nothing_to_own(name: str) -> None:
 
 def test_names() -> None:
     assert [planner_named(name).name for name in NAMES] == [*NAMES]
-    assert planner_named("alpha", alpha=0.5, bucket=3) == AlphaBalanced(0.5, 3)
+    assert planner_named("alpha", alpha=0.5) == AlphaBalanced(0.5)
     with pytest.raises(CanzonaError, match=r"(?s)no ownership planner 'best'.*one of alpha, lpt, lpt-swap"):
         planner_named("best")
 
@@ -172,15 +172,15 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"name": "alpha", "alpha": 1.5}, "alpha=1.5 is not between 0 and 1"),
-        ({"name": "alpha", "alpha": math.nan}, "alpha=nan"),
-        ({"name": "alpha", "bucket": 0}, "bucket=0"),
-        ({"name": "alpha", "bucket": -1}, "bucket=-1"),
+        ({"alpha": 1.5}, "alpha=1.5 is not between 0 and 1"),
+        ({"alpha": math.nan}, "alpha=nan"),
+        ({"bucket": 0}, "bucket=0"),
+        ({"bucket": -1}, "bucket=-1"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(CanzonaError, match=problem):
-        planner_named(**options)
+        AlphaBalanced(**options)
 
 
 def test_loads_and_imbalance() -> None:

@@ -12,7 +12,7 @@ import pytest
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import read_plan
-from canzona_compile.tools.planning.plan import ALTERNATIVES
+from canzona_compile.ownership import NAMES
 
 NASTY = "[red]x|y[/red]"  # markup to rich, two cells to Markdown
 MODEL = NASTY.replace("/", ":")  # a file's name
@@ -102,7 +102,7 @@ def test_alternatives_are_compared_unless_told_not_to(good: list[str], capsys: p
     names = [one["name"] for one in json.loads(out_of(capsys))["forecast"]["alternatives"]]
     assert names[0] == "lpt-swap"
     assert names.count("lpt-swap") == 1
-    assert {*ALTERNATIVES, "replicated"} <= set(names)
+    assert {*NAMES, "replicated"} <= set(names)
 
 
 # -- what is refused -------------------------------------------------------------------------------

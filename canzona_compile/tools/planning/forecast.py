@@ -19,6 +19,7 @@ from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Placed, Step, Strategy, Task
 from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Hardware
+from canzona_compile.ownership import PLANNERS
 from canzona_compile.passes import relowering_passes
 from canzona_compile.passes.stagger import LONGEST
 from canzona_compile.report.build import figures_of, imbalance, rank_loads
@@ -41,12 +42,7 @@ from canzona_compile.tools.planning.local import state_leaves
 from canzona_compile.tools.planning.lowered import LoweredPlan, Request, passes_around
 
 Templates = tuple[str, ...]  # of all tasks with a period, in their order
-ABOUT = {
-    "alpha": "cuts of the buffer balanced by elements (Canzona's algorithm 1)",
-    "lpt": "largest first, to replicas and then to ranks within",
-    "lpt-swap": "largest first over all ranks, then swaps",
-    "replicated": "every rank computes everything",
-}
+ABOUT = {"replicated": "every rank computes everything", **{name: kind.about for name, kind in PLANNERS.items()}}
 
 
 def forecast(

@@ -21,6 +21,7 @@ from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.machine.hardware import Hardware, Machine, named_hardware
+from canzona_compile.ownership import NAMES
 from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.forecast import forecast, period_forecast
@@ -32,7 +33,6 @@ from canzona_compile.tools.planning.offline import captured_step, optimizer_name
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 
-ALTERNATIVES = ("alpha", "lpt", "lpt-swap")
 ALPHAS = (0.0, 0.5, 1.0)  # of the alternatives under ZeRO-1
 Say = Callable[[str], None]
 
@@ -187,9 +187,9 @@ def alternative_plans(lowering: Lowering, options: Options) -> dict[str, Callabl
         return lambda: lowering(replace(options, **changes))
 
     if lowering.bucket_bytes is None:
-        found = {name: by(planner=name, strategy="owner") for name in ALTERNATIVES}
+        found = {name: by(planner=name, strategy="owner") for name in NAMES}
         return {**found, "replicated": by(strategy="replicated")}
     blends = {f"alpha {alpha:g}": by(planner="alpha", alpha=alpha) for alpha in ALPHAS}
-    plain = {name: by(planner=name) for name in ALTERNATIVES if name != "alpha"}
+    plain = {name: by(planner=name) for name in NAMES if name != "alpha"}
     everywhere = replace(lowering, bucket_bytes=None)
     return {**blends, **plain, "replicated": lambda: everywhere(replace(options, strategy="replicated"))}
