@@ -19,10 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.capture.compiled_calls import compiled_calls
+from canzona_compile.capture.compiled_calls import CompiledCallRecorder, compiled_calls
+from canzona_compile.capture.recording import RecordedCall
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
 from canzona_compile.rehearsal.rehearsal import rehearse
+from canzona_compile.replica.raised import Note
 from canzona_compile.replica.twin import as_written
 from tests.harness import compiled_optimizers as toys
 from tests.harness.marks import full
@@ -262,3 +264,11 @@ def test_random_numbers_in_compiled_functions_are_seen() -> None:
     rows = canzona_compile.explain(wrapped).parameters
     assert {row.how for row in rows} == {"eager"}
     assert "draws random numbers" in rows[0].why
+
+
+def test_a_recorder_that_has_ended_watches_nothing() -> None:
+    before = sys.getprofile()
+    recorder = CompiledCallRecorder(RecordedCall(), Note())
+    with recorder:
+        assert sys.getprofile() is not before
+    assert sys.getprofile() is before

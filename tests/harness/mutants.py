@@ -31,7 +31,7 @@ ROOMS = {  # core files, and the tests that whoever changes one would run; witho
     "canzona_compile/ownership/*.py": "tests/ownership tests/passes/test_planning_passes.py",
     "canzona_compile/runtime/[abcegs]*.py": "tests/runtime tests/fake_cuda tests/session",
     "canzona_compile/session/[bghsw]*.py": "tests/session tests/end_to_end/test_one_per_matrix.py",
-    "canzona_compile/views/*.py": f"tests/views tests/data_parallel/test_split.py {WHOLE}",
+    "canzona_compile/views/*.py": f"tests/views tests/session tests/data_parallel/test_split.py {WHOLE}",
     "passes/*.py": f"tests/passes tests/lowering tests/session/test_planned_runs.py {WHOLE}",
 }
 PAIRS = ["Lt LtE", "Gt GtE", "Eq NotEq", "In NotIn", "Is IsNot", "Add Sub", "And Or"]
