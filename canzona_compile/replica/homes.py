@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import some
 from canzona_compile.replica.snapshot import ATOMS
 
@@ -86,12 +87,12 @@ def held_in(holder: object) -> dict[str, tuple[Optimizer, ...]]:
     return found
 
 
-def advice(holder: object) -> str:
+def advice(holder: Any) -> str:
     """Say how to wrap what an object holds, whose step cannot be replaced by those; empty if it holds none."""
     inner = held_in(holder)
     if not inner:
         return ""
-    places = some([f"self.{name}" for name in inner])
+    kind, places = plain_class(holder).__name__, some([f"self.{name}" for name in inner])
     if sum(map(len, inner.values())) == 1:
-        return f"{type(holder).__name__} holds another optimizer: wrap that one, {places}, before you pass it in"
-    return f"{type(holder).__name__} holds other optimizers: wrap each of them, {places}, before you pass them in"
+        return f"{kind} holds another optimizer: wrap that one, {places}, before you pass it in"
+    return f"{kind} holds other optimizers: wrap each of them, {places}, before you pass them in"

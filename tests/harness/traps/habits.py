@@ -126,17 +126,17 @@ class Halving(Holder):
         super().step()
 
 
-def holder(name: str, momentum: float, kind: Any = Holder, **others: Any) -> None:
+def holder(name: str, momentum: float, kind: Any = Holder) -> None:
     """An optimizer that has one of torch's inside."""
-    expected = EQUAL if kind is Holder else REFUSED
-    habits(name, expected, make=lambda params: kind(SGD(params, lr=0.1, momentum=momentum)), **others)
+    making: Any = {"make": lambda params: kind(SGD(params, lr=0.1, momentum=momentum))}
+    habits(name, REFUSED, says=("wrap that one", "self.base"), **making)
 
 
 holder("optimizer-inside", 0.0)
 holder("optimizer-inside-with-momentum", 0.9)
-holder("optimizer-inside-halved", 0.0, Halving, says=("wrap that one", "self.base"))
+holder("optimizer-inside-halved", 0.0, Halving)
 # It makes an optimizer of its own parameters, and steps that before it does its own work.
-habits("optimizer-inside-lookahead")("""
+habits("optimizer-inside-lookahead", REFUSED, says="self.fast")("""
     begin: self.fast = SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)
     step: self.fast.step()
     param:
