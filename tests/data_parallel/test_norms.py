@@ -26,7 +26,7 @@ def made() -> nn.Module:
 
 
 def found() -> list[bool]:
-    """For each order, whether all gradients have the norm that torch finds on one device."""
+    """For each order, whether all gradients have the norm that torch finds on one device, and train as there."""
     mesh, same = mesh_of((dist.get_world_size(),), ("dp",)), []
     batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     for order in ORDERS:
@@ -37,7 +37,11 @@ def found() -> list[bool]:
             one(batch).square().mean().backward()
         ours = optimizer.canzona.clip_grad_norm_(1.0, norm_type=order)
         theirs = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type=order)
-        same.append(torch.equal(ours, theirs))
+        for one in (model, plain):
+            torch._foreach_mul_([param.grad for param in one.parameters()], 0.75)
+        optimizer.step()
+        Muon(plain.parameters()).step()
+        same.append(torch.equal(ours, theirs) and all(map(torch.equal, model.parameters(), plain.parameters())))
     return same
 
 
