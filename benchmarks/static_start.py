@@ -17,6 +17,7 @@ class StaticStart:
     """The columns of a row share its jobs, largest first by elements. It reads neither costs nor `load`."""
 
     name: ClassVar[str] = "static"
+    about: ClassVar[str] = "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)"
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         return within_rows(jobs, rows_of(static_start(jobs, rows)), columns, "elements", load)
