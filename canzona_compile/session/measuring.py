@@ -83,6 +83,7 @@ class Measurement:
     device: str
     ranks: Mapping[int, RankTimes]
     steps: tuple[Step | None, ...]
+    own: tuple[MeasuredStep, ...]
 
 
 def both_measured(one: Measurement | None, two: Measurement | None) -> Measurement | None:
@@ -90,14 +91,14 @@ def both_measured(one: Measurement | None, two: Measurement | None) -> Measureme
 
     Phases are those of both. The programs are those of the first one that has matrices.
     """
-    if one is None or two is None or len(one.steps) != len(two.steps) or one.device != two.device:
+    if one is None or two is None or len(one.own) != len(two.own) or one.device != two.device:
         return one or two
     ranks = {
         rank: one.ranks[rank].then(two.ranks[rank]) if rank in one.ranks and rank in two.ranks else own
         for rank, own in (*two.ranks.items(), *one.ranks.items())
     }
     busy = one if any(step is not None and step.tasks for step in one.steps) else two
-    return Measurement(one.device, ranks, busy.steps)
+    return Measurement(one.device, ranks, busy.steps, busy.own)
 
 
 class MeasuredSession(Protocol):
@@ -190,13 +191,14 @@ class Measuring:
     def _exchange(self, session: MeasuredSession) -> None:
         """Bring the figures of all ranks together."""
         assert self.clock is not None
-        own, sets = RankTimes.of(self.clock.read(self._taken)), session.sharing()
+        read = self.clock.read(self._taken)
+        own, sets = RankTimes.of(read), session.sharing()
         found = {session.rank: own}
         with session.telling():
             meet_all(dict.fromkeys(sets, "the last measured step"), session.meeting_of, LAST_STEP)
             for ranks in sorted(sets):
                 texts = sets[ranks](own.to_json())
                 found |= {rank: RankTimes.from_json(text) for rank, text in zip(ranks, texts, strict=True)}
-        made = Measurement(self.clock.device.type, dict(sorted(found.items())), tuple(self._steps))
+        made = Measurement(self.clock.device.type, dict(sorted(found.items())), tuple(self._steps), tuple(read))
         self.end()
         self.found = made

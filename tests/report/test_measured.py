@@ -28,7 +28,7 @@ TIMES = {
 
 
 def measured() -> MeasuredReport:
-    facts = Facts(world_size=2, measurement=Measurement("cpu", TIMES, (STEP, STEP)))
+    facts = Facts(world_size=2, measurement=Measurement("cpu", TIMES, (STEP, STEP), ()))
     found = make_report(STEP, facts).measured
     assert found is not None
     return found
@@ -53,7 +53,7 @@ def test_sums_over_ranks_and_steps() -> None:
 def test_one_rate_that_is_assumed_and_counts_leaves_no_prediction(rate: str) -> None:
     rates = replace(CALIBRATED, measured=tuple({*CALIBRATED.measured} - {rate}))
     step = replace(STEP, machine=Machine("cpu", "gloo", 1, rates))
-    report = make_report(step, Facts(world_size=2, measurement=Measurement("cpu", TIMES, (step, step))))
+    report = make_report(step, Facts(world_size=2, measurement=Measurement("cpu", TIMES, (step, step), ())))
     assert report.measured is not None
     counts = rate in ("products", "node")  # Muon factorizes nothing
     assert report.measured.assumed == ((rate,) if counts else ())
@@ -62,7 +62,7 @@ def test_one_rate_that_is_assumed_and_counts_leaves_no_prediction(rate: str) -> 
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    facts = Facts(world_size=2, measurement=Measurement("cpu", TIMES, (STEP, STEP)))
+    facts = Facts(world_size=2, measurement=Measurement("cpu", TIMES, (STEP, STEP), ()))
     file = tmp_path / "report.json"
     file.write_text(make_report(STEP, facts).to_json())
     assert read_measured(file) == measured()

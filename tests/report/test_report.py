@@ -176,7 +176,7 @@ def measured_once(step: Step) -> Facts:
     """The facts of a run that measured one step of two ranks."""
     times = {rank: RankTimes((1.0,), (0.0,), ({"compute": 1.0},)) for rank in range(2)}
     profile = ProfileReport((1.0, 3.0), (2.0, 2.0), staggered=False)
-    return replace(FACTS, measurement=Measurement("cpu", times, (step,)), profile=profile)
+    return replace(FACTS, measurement=Measurement("cpu", times, (step,), ()), profile=profile)
 
 
 def test_no_prediction_stands_beside_a_measured_step_whose_rates_are_assumed() -> None:
