@@ -139,9 +139,9 @@ class DispatchRule:
 
 
 # For sm_90 the rules follow `benchmarks/results/products-nvidia-h200.json`: bfloat16, torch 2.11, Triton 3.6. They take
-# what won there in all products of their range, and the one tile that did. One product of 2048 has 136 tiles, too few
-# for it: only a smaller one wins, by 1.24, and the tuner finds that. Products of 4096 and more with a summand are at
-# 0.96 to 1.10 by shape, so the tuner decides them. An H100 multiplies as fast and copies more slowly.
+# what won there in all products of their range, with two tiles. One product of 2048 has 136 tiles, too few for these:
+# only a smaller one wins, by 1.24, and the tuner finds that. Products of 4096 and more with a summand are at 0.96 to
+# 1.10 by shape, so the tuner decides them. For an H100 this is assumed: by data sheets it only copies more slowly.
 #
 # For sm_80 they follow published figures at their lower end. sm_100 has no rule, because there is no figure for Triton.
 # All hold for k >= m, so the library takes k < m.

@@ -30,7 +30,7 @@ FAILURES = {  # each test of these files is a way in which ranks can fail, or be
 END_TO_END = "tests/end_to_end/"
 NAMES = ("make", "name", "optimizer")  # of parameters that are optimizers there
 WORDS = (Case, str, torch.dtype)
-CLIENTS = {f"tests/clients/test_{name}.py" for name in ("lightning", "peft", "torchtitan_package")}
+CLIENTS = {f"tests/clients/test_{name}.py" for name in ("lightning", "torchtitan_package")}
 TORCH_FREE = {"acceptance", "docs", "benchmarks", "ownership", "packages"}  # tests that need no other torch
 DTYPES = {str(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
@@ -90,7 +90,7 @@ def values(tests: Tests) -> set[str]:
 
 
 def empty_files(tests: Tests) -> set[str]:
-    """Files of which nothing is left, except those of packages that `make test-clients` installs."""
+    """Files of which nothing is left, except what only `make test-clients` runs."""
     return files(tests) - files(fast(tests)) - CLIENTS
 
 

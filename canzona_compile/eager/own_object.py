@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import required_arguments
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.homes import atoms_of, hypers
@@ -22,7 +23,7 @@ from canzona_compile.replica.leaves import leaf_name
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.randomness import MatrixGenerators
-from canzona_compile.replica.twin import check_step_signature, step_plainly
+from canzona_compile.replica.twin import step_plainly
 from canzona_compile.tensors import inner_tensors
 
 Maker = Callable[[list[torch.nn.Parameter]], Optimizer]  # makes an optimizer of some parameters
@@ -167,7 +168,12 @@ def made_by(make: Maker, param: torch.nn.Parameter, name: str) -> Optimizer:
             at=name,
             hint="pass a function such as one_per_matrix=lambda params: SOAP(params, lr=1e-3)",
         )
-    check_step_signature(type(made))
+    if required := required_arguments(type(made)):
+        raise CanzonaError(
+            f"one_per_matrix= makes a {type(made).__name__}, whose step requires {', '.join(required)}",
+            at=name,
+            hint="make an optimizer whose step() takes no arguments",
+        )
     return made
 
 

@@ -26,12 +26,15 @@ CAPACITY = 512 * 2**20  # bytes, where nobody knows how much memory is free
 LARGEST_CAPACITY = 2**30  # bytes; beyond this, larger micro-groups are hardly faster
 LEAST_CAPACITY = 2**24  # bytes; below this, there would be a micro-group for each matrix
 SHARE = 32  # of free memory; a step's buffers are up to eight times the capacity, with two micro-groups in flight
-# What arguments may be, where later checks would fail with an error of Python. All but `alpha` may be None.
+# What arguments may be, where later checks would fail with an error of Python.
 KINDS: Mapping[str, tuple[Any, str]] = {
     "alpha": (int | float, "a number from 0 (even communication) to 1 (even load)"),
-    "split": (Mapping, 'rows by patterns of names, as in {"*.qkv.weight": {"q": 4096, "k": 1024, "v": 1024}}'),
-    "hardware": (str | Path | Hardware, "the name of a machine, or a file that `canzona-compile calibrate` wrote"),
-    "plan": (str | Path | PlanFile | Mapping, "a plan, or its file"),
+    "split": (Mapping | None, 'rows by patterns of names, as in {"*.qkv.weight": {"q": 4096, "k": 1024, "v": 1024}}'),
+    "hardware": (
+        str | Path | Hardware | None,
+        "the name of a machine, or a file that `canzona-compile calibrate` wrote",
+    ),
+    "plan": (str | Path | PlanFile | Mapping | None, "a plan, or its file"),
 }
 
 
@@ -226,9 +229,8 @@ def made_options(
             + ", ".join(sorted(known))
         )
     for name, (kind, words) in KINDS.items():
-        value = given.get(name)
-        if name in given and not isinstance(value, kind) and (value is not None or name == "alpha"):
-            raise CanzonaError(f"{name}={value!r} is not {words}", at=f"the option {name}")
+        if name in given and not isinstance(given[name], kind):
+            raise CanzonaError(f"{name}={given[name]!r} is not {words}", at=f"the option {name}")
     made = {**given, **fixed}
     made["split"], made["layout"] = splits_of(made.get("split")), GivenLayout.of(made.get("layout"))
     if isinstance(rates := made.get("hardware"), str | Path):

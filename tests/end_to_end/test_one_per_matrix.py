@@ -318,7 +318,7 @@ def test_the_refusal_prints_the_line_to_write() -> None:
         (lambda params: ByAddress([*params, nn.Parameter(torch.ones(2))]), "returns a ByAddress that does not hold"),
         (lambda params: None, "returns a NoneType"),
         (lambda params: ByAddress(params, rate=1.0), "fails for this parameter.*unexpected keyword"),
-        (lambda params: torch.optim.LBFGS(params), "step requires closure"),
+        (lambda params: torch.optim.LBFGS(params), "makes a LBFGS, whose step requires closure"),
     ],
     ids=["two", "none", "failing", "closure"],
 )
@@ -327,7 +327,7 @@ def test_functions_that_make_something_else_are_refused(make: Any, says: str) ->
     feed(wrapped, 0)
     with pytest.raises(CanzonaError, match=says) as caught:
         wrapped.step()
-    assert caught.value.at in ("group0.param0", None)
+    assert caught.value.at == "group0.param0"
 
 
 def test_chains_take_it_wrapped() -> None:

@@ -116,13 +116,13 @@ def test_sums_of_many_small_matrices_are_ours(arch: int, m: int, kernel: str) ->
 
 @pytest.mark.parametrize("measured", MEASURED["products"], ids=lambda p: "{op} {batch}x{m}x{k}".format(**p))
 def test_rules_choose_what_won_on_an_h200(measured: dict[str, Any]) -> None:
-    """A kernel is at least 4% faster than the library, and the library is chosen where it is within 30% of the best."""
+    """A kernel is at least 8% faster than the library, and the library is chosen where none is by a quarter."""
     problem = Problem(measured["op"], measured["batch"], measured["m"], measured["k"], HALF, HALF, 16)
     choice, speedups = choose(problem, 90), measured["speedups"]
     if choice.kernel == "library":
-        assert max(speedups.values()) < 1.3
+        assert max(speedups.values()) < 1.25
     else:
-        assert speedups[named(choice)] >= 1.04
+        assert speedups[named(choice)] >= 1.08
 
 
 def test_only_candidates_are_chosen() -> None:

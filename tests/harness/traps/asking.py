@@ -77,7 +77,8 @@ ODD_IN_COLUMNS = {
 STRIDES = {"says": "strides"}
 CONTIGUOUS = {"scale": "1.0 if grad.is_contiguous() else 0.5"}
 ODD_TURNED = "for param in params[1::2]:\n    param.grad = turn(param.grad)"
-asking("contiguous-parameter", REFUSED, scale="1.0 if param.is_contiguous() else 0.5", **ODD_IN_COLUMNS)
+IN_COLUMNS = {"says": "line 2 or 3", "scale": "1.0 if param.is_contiguous() else 0.5", **ODD_IN_COLUMNS}
+asking("contiguous-parameter", REFUSED, **IN_COLUMNS)
 asking("contiguous-gradient", REFUSED, **STRIDES, **CONTIGUOUS, every=ODD_TURNED)
 asking("contiguous-gradient-never-turned", **CONTIGUOUS)
 asking("stride-of-gradient", REFUSED, **STRIDES, scale="1.0 if grad.stride(-1) == 1 else 0.5", every=ODD_TURNED)

@@ -20,7 +20,7 @@ gradients("gradients-cleared-by-step", end="self.zero_grad()", **SEEN)
 
 # -- found elsewhere, or handed over by the user ----------------------------------------------------
 
-MAIN = {"update": 'cube(getattr(param, "main_grad", grad))'}  # as Megatron has it
+MAIN = {"says": "line 2 or 3", "update": 'cube(getattr(param, "main_grad", grad))'}  # as Megatron has it
 GIVEN = "for param in params:\n    param.main_grad = param.grad * 2"
 gradients("main-gradient", **MAIN, every=GIVEN)
 gradients("gradient-scaled-by-user", EQUAL, times="1.0", every="for param in params:\n    param.grad.mul_(0.25)")

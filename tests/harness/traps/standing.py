@@ -54,7 +54,7 @@ for name, special, scale in (
     ("scales-by-parameter", f"{{p: {SCALES}}}", "float(self.special.get(param, 1.0))"),
     ("scales-by-weak-reference", WEAK, "float(self.special.get(param, 1.0))"),
 ):
-    standing(name, EITHER, begin=f"self.special = {special}", scale=scale)
+    standing(name, EITHER, says="one_per_matrix=", begin=f"self.special = {special}", scale=scale)
 
 # -- its place -------------------------------------------------------------------------------------
 
