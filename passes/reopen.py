@@ -20,4 +20,4 @@ class Reopen:
     ensures: ClassVar[Form] = Form.OWNED
 
     def __call__(self, step: Step) -> Step:
-        return replace(step, form=Form.OWNED, micro_groups=(), schedule=(), buffers=(), depth=1)
+        return replace(step, form=Form.OWNED, micro_groups=(), schedule=(), buffers=())

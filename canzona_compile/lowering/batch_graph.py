@@ -268,7 +268,7 @@ def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *,
         target = lifter.lists[leaf[name]] if name in leaf else lifter.graph.placeholder(name)
         lifter.graph.call_function(program_ops.copy, (target, lifter.listed(node)))
     lifter.graph.output(())
-    return placeholders_first(lifter.graph)
+    return lifter.graph
 
 
 def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> set[fx.Node]:
@@ -297,13 +297,3 @@ def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> se
         chain.add(current)
         current = source
     return chain
-
-
-def placeholders_first(graph: fx.Graph) -> fx.Graph:
-    """Move all placeholders to the front, where FX wants them, in place."""
-    first = next(iter(graph.nodes))
-    for node in reversed([n for n in graph.nodes if n.op == "placeholder"]):
-        if node is not first:
-            first.prepend(node)
-            first = node
-    return graph

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WHOLE = "tests/end_to_end/test_parity.py tests/session/test_variants.py tests/session/test_split.py"
 ROOMS = {  # core files, and the tests that whoever changes one would run; without bounds that only prune a search
-    "canzona_compile/capture/*.py": "tests/capture",
+    "canzona_compile/capture/*.py": "tests/capture tests/session/test_stagger.py",
     "canzona_compile/codegen/*.py": "tests/codegen tests/lowering",
     "canzona_compile/data_parallel/[ceghnr]*.py": "tests/data_parallel",
     "canzona_compile/ir/[blsv]*.py": f"tests/ir tests/passes tests/api/test_chain.py {WHOLE}",

@@ -18,7 +18,7 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Act, Event, Form
 from canzona_compile.lowering.elementwise_kernels import kernel_of
-from canzona_compile.lowering.memory_plan import prepared_slots
+from canzona_compile.lowering.memory_plan import RankMemory, prepared_slots
 from canzona_compile.optimizers.normuon import NorMuon
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.optimizers.soap import SOAP
@@ -162,6 +162,9 @@ def test_what_is_prepared_shares_memory_only_with_what_it_never_meets(groups: in
         meet = lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]
         assert not (meet and slots[a] == slots[b])
     assert len(set(slots.values())) <= min(len(lives), step.depth + 1)
+    memory = RankMemory(step)
+    views = [memory.prepared(index, torch.float32, (3, 5)) for index in slots for _ in range(2)]
+    assert [(v.slot, v.offset) for v in views] == [(slot, offset) for slot in slots.values() for offset in (0, 64)]
 
 
 def test_on_cpu_nothing_is_generated() -> None:

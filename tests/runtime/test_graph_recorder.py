@@ -21,14 +21,14 @@ from tests.fake_cuda.tensors import adopted, plainly, programs_run_here
 CUDA = torch.device("cuda", 0)
 
 
-def on_device(work: Callable[[], Any]) -> Any:
+def on_device(work: Callable[[], Any], seed: int = 0) -> Any:
     """Run some work on a stand-in of one rank."""
 
     def of_rank(rank: int) -> Any:
         with programs_run_here(), torch.no_grad():
             return work()
 
-    with on_stand_in(0, 1) as run:
+    with on_stand_in(seed, 1) as run:
         return run(of_rank)[0]
 
 
@@ -58,6 +58,25 @@ def test_a_recording_outlives_others() -> None:
         assert home.tolist() == [[1.0] * 4] * 4
 
     on_device(work)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scratch_memory_is_taken_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches that the caller has launched may use it still, and the next ones may use it at once."""
+    done: list[str] = []
+
+    def put(name: str) -> None:
+        current_device().put(name, lambda: done.append(name))
+
+    def work() -> None:
+        put("before")
+        GraphRecorder(CUDA).record(lambda: None, CALLER)
+        put("after")
+        look()
+
+    monkeypatch.setattr(graph_recorder, "keep_scratch", lambda device: put("scratch"))
+    on_device(work, seed)
+    assert done == ["before", "scratch", "after"]
 
 
 def test_recordings_take_memory_that_was_cached() -> None:
