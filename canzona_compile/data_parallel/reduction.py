@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 from torch.utils.hooks import RemovableHandle
 
-from canzona_compile.compat.torch_private import node_of_backward
+from canzona_compile.compat.torch_private import node_of_backward, outside_dynamo
 from canzona_compile.data_parallel.collectives import (
     BROKEN,
     IN_FLIGHT,
@@ -51,6 +51,7 @@ class EndOfBackward:
     def __init__(self, reached: Callable[[], None], missed: Callable[[], None]) -> None:
         self._reached, self._missed, self._open = reached, missed, True
 
+    @outside_dynamo
     def __call__(self) -> None:
         self._open = False
         self._reached()
@@ -133,6 +134,7 @@ class Reduction:
         # Python's garbage collector does not see hooks of tensors: a reference to the parameter would keep all alive.
         reference, name = weakref.ref(self), fragment.name
 
+        @outside_dynamo  # a compiled train step calls it, where its graph breaks for the backward pass
         def arrived(_: Tensor) -> None:
             own = reference()
             if own is None:

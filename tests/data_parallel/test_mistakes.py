@@ -278,18 +278,6 @@ def dies(where: str) -> None:
     train(model, optimizers)
 
 
-def read_too_early() -> None:
-    """The forward pass takes the weight of a module without calling the module."""
-
-    class Tied(Model):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.blocks(nn.functional.embedding(tokens, self.embed.weight))
-            return (x @ self.head.weight.T).square().mean()
-
-    model, optimizers, _ = set_up(Tied(), gather="forward", bucket_bytes=4000)
-    train(model, optimizers, 3)
-
-
 MISTAKES: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
@@ -321,7 +309,6 @@ MISTAKES: dict[str, Callable[..., None]] = {
         hook_changes_dtype,
         optimizer_fails_on_one_rank,
         dies,
-        read_too_early,
     )
 }
 
@@ -354,7 +341,6 @@ ON_BOTH = {
     "another_rate_between_backward_and_step": r"(?s)rank 1: group 0 of SGD has .*lr=0.25",
     "refused_on_one_rank": "backward ran again",
     "optimizer_fails_on_one_rank": "ns_steps >= 100",
-    "read_too_early": "(?s)before it was gathered.*gather=",
 }
 
 
@@ -375,7 +361,6 @@ REPEATED = {
     "scaled_differently",
     "another_rate_between_backward_and_step",
     "optimizer_fails_on_one_rank",
-    "read_too_early",
 }
 
 
