@@ -94,9 +94,10 @@ def batches_equal(op: Any, dims: Shape, dtype: torch.dtype, machine: Machine) ->
     """Whether a batch of products [m, k] @ [k, n] has the bits of the products one by one.
 
     It has on CPU with one thread, in bfloat16, if m, k and n are multiples of 16 and not all of them 16: none of 2500
-    random shapes differed. Torch leaves a batch of products of 16 x 16 x 16 to oneDNN and a single one not (`checksize`
-    in ATen's LinearAlgebra.cpp), and 1 to 3 of 1000 draws differed. With odd dims 3 of 750 shapes differed, and in
-    float32 about 1 of 60. On CUDA the libraries choose other kernels for batches.
+    random shapes differed. Operands must lie in a batch as they lie alone, see `program_ops.stack`: 47 of 1200 products
+    of transposed matrices had other bits in a contiguous batch. Torch leaves a batch of products of 16 x 16 x 16 to
+    oneDNN and a single one not (`checksize` in ATen's LinearAlgebra.cpp), and 1 to 3 of 1000 draws differed. With odd
+    dims 3 of 750 shapes differed, and in float32 about 1 of 60. On CUDA the libraries choose other kernels for batches.
 
     Args:
         dtype: the dtype of the operands.

@@ -96,7 +96,13 @@ def entries(value: Any) -> Sequence[Any] | None:
 
 
 def stack(values: Sequence[Tensor]) -> Tensor:
-    """Stack n tensors [...] to one tensor [n, ...]."""
+    """Stack n tensors [...] to one tensor [n, ...].
+
+    On CPU transposed matrices stay transposed in memory: libraries round products of others otherwise.
+    """
+    first = values[0]
+    if first.device.type == "cpu" and first.ndim == 2 and first.mT.is_contiguous() and not first.is_contiguous():
+        return torch.stack([value.mT for value in values]).mT
     return torch.stack(list(values))
 
 

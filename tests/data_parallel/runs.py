@@ -153,6 +153,9 @@ def compare(
         for one, two in zip(plain.parameters(), model.parameters(), strict=True):
             one.copy_(full(two))
     expected = MAKERS[make](plain)  # before DDP, which asks which parameters are trained
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    for one, two in zip(twin.parameters(), model.parameters(), strict=True):
+        one.requires_grad_(two.requires_grad)
     reference = DistributedDataParallel(plain) if ddp else None
     handle = found[0].canzona
     schedules = [LambdaLR(optimizer, lambda k: 1.0 / (1 + k)) for optimizer in (*expected, *found)]
@@ -161,7 +164,7 @@ def compare(
         if reference is not None:
             backward(reference, reference.no_sync, step, rank, accumulate)
         else:
-            for param, grad in zip(plain.parameters(), summed(twin, model, shape[:2], step, accumulate), strict=True):
+            for param, grad in zip(trained, summed(twin, model, shape[:2], step, accumulate), strict=True):
                 param.grad = grad
         backward(model, handle.no_sync, step, rank, accumulate)
         if clip is not None:
@@ -180,7 +183,8 @@ def compare(
 
 
 def summed(twin: nn.Module, model: nn.Module, ranks: tuple[int, int], step: int, accumulate: int) -> list[Tensor]:
-    """The mean of the whole gradients of all ranks, added up as gloo moves them: in the order of ranks, then replicas.
+    """The mean of the whole gradients of all ranks, of what is trained, added up as gloo moves them: in the order of
+    ranks, then replicas.
 
     Args:
         twin: a copy of the model, which is given its parameters.

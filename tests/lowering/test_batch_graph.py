@@ -180,6 +180,17 @@ def muon_like(b: Builder) -> fx.Node:
     return b.call("new", aten.add.Tensor, decayed, b["grad"], alpha=-0.1)
 
 
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96)])
+def test_products_of_transposed_matrices_keep_their_bits(shape: tuple[int, int]) -> None:
+    """Muon transposes tall ones before it multiplies. On some CPUs 47 of 1,200 differed where the stack was not."""
+    random = torch.Generator().manual_seed(5)
+    for _ in range(100):
+        matrices = [torch.randn(shape, generator=random).bfloat16().mT for _ in range(2)]
+        whole = program_ops.stack(matrices)
+        assert [value.stride() for value in whole] == [value.stride() for value in matrices]
+        assert torch.equal(torch.bmm(whole, whole.mT), torch.stack([value @ value.mT for value in matrices]))
+
+
 def test_an_update_overwrites_its_parameter() -> None:
     b = Builder(param=empty((3, 2)), grad=empty((3, 2)))
     assert chain_of(b.returns(muon_like(b))) == {"decayed", "new"}
