@@ -83,7 +83,7 @@ class MayHang(CanzonaWarning):
 
 
 class RoundsOtherwise(CanzonaWarning):
-    """Results have the bits of the optimizer with a different option, such as foreach=False."""
+    """Results have the bits of the optimizer with another option, such as foreach=False, or of uncompiled methods."""
 
 
 # -- words -----------------------------------------------------------------------------------------

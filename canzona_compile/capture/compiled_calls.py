@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.graphs import RecordedGraph
 from canzona_compile.capture.recording import CallRecorder, RecordedCall, line_of, settings, surroundings
+from canzona_compile.compat.optimizer_class import MADE_BY_TORCH
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall
@@ -34,7 +35,6 @@ from canzona_compile.replica.raised import WATCHES_STEPS, Note, Swallowed, Untra
 from canzona_compile.tensors import given_to, storage_of
 from canzona_compile.tensors import written_by as operands_written
 
-MADE_BY_TORCH = "_TorchDynamoContext.__call__."  # how the qualified name of such a function begins
 USERS, SETTINGS = "fn", "self"  # what holds the user's function and the settings in it
 CLONE = torch.ops.aten.clone.default
 EXIT = "exit"  # stands in a path where a compiled function returns the tensors that are its arguments and results
@@ -153,7 +153,8 @@ class CompiledCallRecorder(CallRecorder):
                 UnsupportedOptimizer(
                     f"{type(owner).__name__} compiles a function that takes the optimizer, so torch may compile it "
                     "again for copies of the optimizer, and that code may round differently",
-                    hint="compile a function that takes only tensors and numbers, or do not compile it",
+                    hint="call a compiled method through self, or compile a function that takes only tensors and "
+                    "numbers",
                 )
             )
         if called is None:

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 # Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
 # business here, once per step and not once per parameter.
 TORCH_DECORATORS = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
 
+MADE_BY_TORCH = "_TorchDynamoContext.__call__."  # how the names of functions begin that `torch.compile` returned
+
 
 def plain_class(optimizer: Optimizer) -> type[Optimizer]:
     """Return the class that the user wrote, whether or not the optimizer is wrapped."""
     kind = type(optimizer)
     return getattr(kind, "_canzona_plain_class", kind)
+
+
+def compiled_methods(kind: type[Optimizer]) -> dict[str, Callable[..., Any]]:
+    """The methods of a class that `torch.compile` compiles, by name, as they were written.
+
+    They take the optimizer, so torch may compile them again for a copy of it, and that code may round otherwise.
+    """
+    found = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+    return {
+        name: member._torchdynamo_orig_callable  # type: ignore[attr-defined]
+        for name, member in sorted({**found, "step": plain_step(kind)}.items())
+        if isinstance(member, FunctionType) and member.__code__.co_qualname.startswith(MADE_BY_TORCH)
+    }
+
+
+@functools.cache
+def class_as_written(kind: type[Optimizer]) -> type[Optimizer]:
+    """A class for copies of an optimizer, whose methods run as written; the class itself if it compiles none."""
+    methods = compiled_methods(kind)
+    if "step" in methods:  # what was around the compiled one
+        methods["step"] = torch.no_grad()(methods["step"])
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (kind,), {**named, **methods}) if methods else kind
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:

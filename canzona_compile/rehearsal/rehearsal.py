@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.compat.optimizer_class import plain_class, plain_step
+from canzona_compile.compat.optimizer_class import compiled_methods, plain_class, plain_step
 from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, differing_places, object_per_matrix, refusal, tensors_kept
@@ -102,6 +102,15 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
         # The state was made in the constructor, or the step cannot make it again.
         cast = [replace(scenario, stateful=True) for scenario in cast]
         found = rehearse_stateful(optimizer, cast, names, first)
+    kind = plain_class(optimizer)
+    if methods := compiled_methods(kind):
+        warnings.warn(
+            RoundsOtherwise(
+                f"{kind.__name__} compiles methods, which take the optimizer: {', '.join(methods)}. They run as "
+                "written, so results may differ by rounding from those of the compiled methods."
+            ),
+            stacklevel=2,
+        )
     if any(one.rounds_in_foreach for one in found):
         warnings.warn(
             RoundsOtherwise(

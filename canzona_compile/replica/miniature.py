@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.optimizer_class import class_as_written, plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf
@@ -51,7 +51,7 @@ class Miniature:
 
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
         own, odd, groups = copied_attributes(optimizer), odd_state(optimizer), list(map(hypers, optimizer.param_groups))
-        self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
+        self.optimizer: Optimizer = object.__new__(class_as_written(plain_class(optimizer)))
         real = [p for group in optimizer.param_groups for p in group["params"]]
         sizes, on_params = small_sizes(p.shape for p in real), [public(vars(p)) for p in real]
         if not stateful and not may_lead_to_tensors([own, groups, on_params, odd]):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
-from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.optimizer_class import class_as_written, plain_class
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.snapshot import (
     ATOMS,
@@ -59,7 +59,7 @@ class Outside:
         self._put_back: list[Callable[[], None]] = []
         self._followed: set[int] = set()
         self._modules: set[tuple[int, frozenset[str]]] = set()
-        for kind in plain_class(optimizer).__mro__:
+        for kind in class_as_written(plain_class(optimizer)).__mro__:
             self._follow(kind)
         for value in vars(optimizer).values():
             self._follow(value)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.compat.optimizer_class import plain_class, plain_step, required_arguments
+from canzona_compile.compat.optimizer_class import class_as_written, plain_class, plain_step, required_arguments
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.homes import odd_state
 
@@ -52,8 +52,7 @@ def make_twin(
     The group has the keys that all groups have first, in one order, so that graphs, and plans by their fingerprints,
     do not depend on which of them the user gave and which are defaults.
     """
-    kind = plain_class(optimizer)
-    twin = object.__new__(kind)
+    twin = object.__new__(class_as_written(plain_class(optimizer)))
     own = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "canzona")}
     twin.__dict__.update(rebound(own, optimizer, twin))
     first = {key: group[key] for key in vars(optimizer).get("defaults", {}) if key in group}

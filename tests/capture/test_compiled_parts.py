@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 import canzona_compile
 from canzona_compile.capture.compiled_calls import CompiledCallRecorder, compiled_calls
 from canzona_compile.capture.recording import RecordedCall
+from canzona_compile.compat.optimizer_class import class_as_written
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
 from canzona_compile.rehearsal.rehearsal import rehearse
@@ -243,10 +244,26 @@ def test_what_one_node_cannot_be_is_interpreted(kind: type[Any], reason: str) ->
     assert all(reason in row.why for row in rows), rows[0].why
 
 
-def test_compiled_methods_are_refused() -> None:
-    """Interpreted on copies, this one differs silently after some steps."""
-    pair = Pair(toys.Method)
-    with pytest.raises(UnsupportedOptimizer, match="Method compiles a function that takes the optimizer"):
+@pytest.mark.parametrize(
+    ("kind", "name", "how"),
+    [
+        (toys.Method, "scaled", "compiled"),
+        (toys.EagerMethod, "scaled", "eager"),
+        (toys.CompiledStep, "step", "compiled"),
+    ],
+)
+def test_compiled_methods_run_as_written(kind: type[Any], name: str, how: str) -> None:
+    """For copies of the optimizer torch compiles them again, and that code rounds otherwise."""
+    pair = Pair(kind, captures_anew=True)
+    pair.plain.__class__ = class_as_written(kind)
+    with pytest.warns(UserWarning, match=f"{kind.__name__} compiles methods, which take the optimizer: {name}"):
+        pair.steps(4)
+    assert {row.how for row in canzona_compile.explain(pair.wrapped).parameters} == {how}
+
+
+def test_compiled_functions_that_are_given_the_optimizer_are_refused() -> None:
+    pair = Pair(toys.Given)
+    with pytest.raises(UnsupportedOptimizer, match="Given compiles a function that takes the optimizer"):
         pair.steps(1)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.optim import Optimizer
 
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
@@ -171,6 +172,40 @@ class Method(PerParameter):
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
         param.add_(self.scaled(cube(grad)), alpha=-group["lr"])
+
+
+class EagerMethod(Method):
+    """Nor can the rest of its step be captured."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(torch.from_numpy(self.scaled(cube(grad)).numpy()), alpha=-group["lr"])
+
+
+class CompiledStep(Optimizer):
+    """Its whole step is compiled."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    @torch.compile(backend=shifted)
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(cube(param.grad), alpha=-group["lr"])
+
+
+@torch.compile(backend=shifted)
+def scaled_for(optimizer: Optimizer, value: Tensor) -> Tensor:
+    return value * len(optimizer.param_groups)
+
+
+class Given(PerParameter):
+    """It gives itself to a compiled function."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(scaled_for(self, cube(grad)), alpha=-group["lr"])
 
 
 def nested() -> Any:

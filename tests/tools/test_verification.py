@@ -23,6 +23,7 @@ from canzona_compile.tools.verification.layouts import shard
 from canzona_compile.tools.verification.user_model import built, names_of, packed, state_leaves
 from canzona_compile.tools.verification.workers import gradients
 from tests.harness import ranks
+from tests.harness.compiled_optimizers import Method
 from tests.harness.own_objects import ByAddress
 from tests.tools import user_builds
 from tests.tools.user_builds import kept_by_parameter, muon, muon_with_loss, named_muon, net
@@ -89,6 +90,18 @@ def test_a_plan_that_is_followed(tmp_path: Path) -> None:
     with pytest.raises(CanzonaError, match="the plan does not have this parameter") as caught:
         canzona_compile.verify(named_muon, steps=3, options={"plan": str(file)})
     assert caught.value.at == "1.weight"
+
+
+def with_compiled_method() -> Any:
+    model = net(24, 24, 24)
+    return model, Method(model.parameters())
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+@pytest.mark.filterwarnings("ignore:Method compiles methods")
+def test_compiled_methods_run_as_written_on_both_sides() -> None:
+    assert canzona_compile.verify(with_compiled_method, steps=2).ok
 
 
 @pytest.mark.full

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canzona_compile.api.chain import Chain
 from canzona_compile.api.wrap import explain
+from canzona_compile.compat.optimizer_class import class_as_written
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
@@ -113,6 +115,9 @@ class RankOutcome:
 def run_plain(order: Order, folder: str) -> None:
     """Run all steps of the plain optimizer on whole tensors, and write them into the journal of a folder."""
     made, journal = built(order.build, order.seed), Journal(folder)
+    members = made.optimizer.optimizers if isinstance(made.optimizer, Chain) else (made.optimizer,)
+    for own in members if order.options.get("one_per_matrix") is None else ():
+        own.__class__ = class_as_written(type(own))  # which twins run
     with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
         journal.write(0, StepPage((), made.leaves()))
     for step in range(1, order.steps + 1):
