@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from examples.optimizers.kl import KLSOAP, KLShampoo
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
@@ -38,6 +39,9 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "soap-every-step": lambda params: SOAP(params, every=1),
     "soap-no-sides": lambda params: SOAP(params, max_precond_dim=1),
     "normuon": lambda params: NorMuon(params),
+    "kl-shampoo": lambda params: KLShampoo(params, every=5),
+    "kl-soap": lambda params: KLSOAP(params, every=5),
+    "kl-soap-every-step": lambda params: KLSOAP(params, every=1),
 }
 
 
@@ -133,6 +137,50 @@ def soap_by_hand(weight: Tensor, grads: list[Tensor], bases: list[Any], lr: floa
                 orders[dim], bases[dim] = improved(statistics[dim], bases[dim])
             squares = {(i, j): squares[orders[0][i], orders[1][j]] for i, j in squares}
         yield weight
+
+
+def kl_by_hand(weight: Tensor, grads: list[Tensor], bases: list[Any], soap: bool, **hypers: Any) -> Iterator[Tensor]:
+    """With the covariances of both sides and their inverses, and the basis of the whole parameter as one vector."""
+    (beta1, beta2), moment, square = hypers["betas"], torch.zeros_like(weight), torch.zeros(weight.numel())
+    m, n = weight.shape
+    values = [torch.full((size,), 0.1, dtype=torch.float64) for size in (m, n)]
+    factors = [(1 - beta2) * s for s in (grads[0] @ grads[0].T / n, grads[0].T @ grads[0] / m)]
+    yield weight
+    for t, grad in enumerate(grads[1:], start=1):
+        moment, basis = beta1 * moment + (1 - beta1) * grad, torch.kron(*bases)
+        square = beta2 * square + (1 - beta2) * (basis.T @ grad.flatten()) ** 2
+        root = square.sqrt() if soap else torch.kron(*values).sqrt()
+        update = (basis @ (basis.T @ moment.flatten() / (root + hypers["eps"]))).view(m, n)
+        weight = (1 - hypers["lr"] * hypers["weight_decay"]) * (weight - hypers["lr"] * update)
+        left, right = (own @ torch.diag(v) @ own.T for own, v in zip(bases, values, strict=True))
+        found = grad @ right.inverse() @ grad.T / n, grad.T @ left.inverse() @ grad / m
+        for dim in (0, 1):
+            fresh = torch.diag(bases[dim].T @ found[dim] @ bases[dim])
+            values[dim] = (beta2 * values[dim] + (1 - beta2) * fresh).clamp(min=0.01)
+            factors[dim] = beta2 * factors[dim] + (1 - beta2) * found[dim]
+            if t % hypers["every"] == 0:
+                bases[dim] = torch.linalg.qr(factors[dim] @ bases[dim]).Q
+        yield weight
+
+
+@pytest.mark.parametrize("soap", [False, True])
+@pytest.mark.parametrize("shape", SMALL)
+def test_kl_by_hand(shape: tuple[int, ...], soap: bool) -> None:
+    first, *grads = doubles(shape, 11)
+    hypers: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "every": 3, "weight_decay": 0.2}
+    optimizer = (KLSOAP if soap else KLShampoo)([torch.nn.Parameter(first.clone())], **hypers)
+    found = trajectory(optimizer, grads)
+    assert torch.equal(next(found), first), "the first gradient only finds the bases"
+    (state,) = optimizer.state.values()
+    bases = [state[f"{side}_basis"].clone() for side in ("left", "right")]
+    for basis, own in zip(bases, (grads[0] @ grads[0].T, grads[0].T @ grads[0]), strict=True):
+        turned = basis.T @ own @ basis
+        close(turned, torch.diag(turned.diag()))
+        assert (turned.diag().diff() < 1e-9).all(), "those of large eigenvalues come first"
+    expected = kl_by_hand(first, grads, bases, soap, **hypers)
+    next(expected)
+    for value, wanted in zip(found, expected, strict=True):
+        close(value, wanted)
 
 
 @pytest.mark.parametrize("max_precond_dim", [5, 6])

@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--optimizer",
         default="muon",
         metavar="NAME",
-        help="muon, muon+adamw, normuon, soap, shampoo, or module:Class (%(default)s)",
+        help="muon, muon+adamw, normuon, soap, shampoo, kl-shampoo, kl-soap, or module:Class (%(default)s)",
     )
     add("--hardware", default="h100", metavar="NAME", help="h100, h200, gb300, a100, cpu or file.json (%(default)s)")
     add(

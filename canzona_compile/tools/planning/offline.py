@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from canzona_compile.api.chain import Chain
-from canzona_compile.api.muon_adamw import plain_muon_adamw
+from canzona_compile.api.whole_model import plain_muon_adamw
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
@@ -38,6 +38,8 @@ NAMED = {
     "normuon": "canzona_compile.optimizers:NorMuon",
     "soap": "canzona_compile.optimizers:SOAP",
     "shampoo": "canzona_compile.optimizers:Shampoo",
+    "kl-shampoo": "canzona_compile.optimizers:KLShampoo",
+    "kl-soap": "canzona_compile.optimizers:KLSOAP",
 }
 
 
