@@ -13,7 +13,7 @@ from canzona_compile.compat.telling import set_up
 if TYPE_CHECKING:  # `__getattr__` below imports these
     from canzona_compile.api.chain import Chain, chain
     from canzona_compile.api.choice import Choice, hidden_matrices
-    from canzona_compile.api.muon_adamw import muon_adamw
+    from canzona_compile.api.whole_model import kl_soap_adamw, muon_adamw, optimizer_for, soap_adamw
     from canzona_compile.api.wrap import explain, unwrap, wrap, wrap_cls
     from canzona_compile.api.wrapped_class import is_wrapped
     from canzona_compile.api.zero1 import zero1
@@ -56,8 +56,11 @@ __all__ = [
     "explain",
     "hidden_matrices",
     "is_wrapped",
+    "kl_soap_adamw",
     "muon_adamw",
+    "optimizer_for",
     "plan",
+    "soap_adamw",
     "unwrap",
     "verify",
     "wrap",
@@ -68,7 +71,7 @@ __all__ = [
 # Where each public name is. A name is imported when it is first used: DTensors alone take half as long as torch itself,
 # and only some programs need the tools.
 _MODULES = {
-    "api.muon_adamw": ("muon_adamw",),
+    "api.whole_model": ("kl_soap_adamw", "muon_adamw", "optimizer_for", "soap_adamw"),
     "api.wrap": ("explain", "unwrap", "wrap", "wrap_cls"),
     "api.wrapped_class": ("is_wrapped",),
     "api.zero1": ("zero1",),

@@ -51,8 +51,11 @@ PUBLIC = {
     "explain",
     "hidden_matrices",
     "is_wrapped",
+    "kl_soap_adamw",
     "muon_adamw",
+    "optimizer_for",
     "plan",
+    "soap_adamw",
     "unwrap",
     "verify",
     "wrap",
@@ -80,9 +83,9 @@ def python_files(*folders: str) -> list[Path]:
 def module_paths() -> Mapping[str, Path]:
     """Every module of the package by its name below `canzona_compile`."""
     named = {}
-    for path in python_files("canzona_compile", "passes", "kernels"):
+    for path in python_files("canzona_compile", "passes", "kernels", "examples/optimizers"):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[1:] if parts[0] == PACKAGE else parts)
+        name = ".".join(parts[1:] if parts[0] in (PACKAGE, "examples") else parts)
         named["" if name == "__init__" else name.removesuffix(".__init__")] = path
     return named
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from canzona_compile.api.chain import Chain
-from canzona_compile.api.muon_adamw import muon_adamw
+from canzona_compile.api.whole_model import muon_adamw
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.errors import CanzonaError
 

@@ -170,7 +170,7 @@ def run_script(path: str, arguments: list[str], port: int, how: How) -> Ran:
 
 def not_wrapped() -> contextlib.AbstractContextManager[Any]:
     """Inside this context, `muon_adamw` returns a plain chain."""
-    return mock.patch.object(import_module("canzona_compile.api.muon_adamw"), "wrap", lambda chain, **options: chain)
+    return mock.patch.object(import_module("canzona_compile.api.whole_model"), "wrap", lambda chain, **options: chain)
 
 
 @contextlib.contextmanager

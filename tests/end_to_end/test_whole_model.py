@@ -1,4 +1,4 @@
-"""`muon_adamw` trains every parameter of a model with the bits of the plain chain, in every layout, and resumes."""
+"""One line trains every parameter of a model with the bits of the plain chain, in every layout, and resumes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
+from torch.utils import _pytree as pytree
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
+from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon
 from tests.data_parallel.models import Model, batch, different, different_state
 from tests.harness.layouts import full as whole
 from tests.harness.layouts import mesh_of
@@ -30,6 +32,11 @@ from tests.harness.pairs import params_of
 from tests.harness.ranks import do_alone, run
 
 RATE = 1e-2
+LINES: dict[str, Any] = {  # the optimizer of matrices
+    "muon_adamw": partial(Muon, adjust_lr_fn="match_rms_adamw"),
+    "soap_adamw": SOAP,
+    "kl_soap_adamw": KLSOAP,
+}
 HIDDEN = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
 
 
@@ -62,13 +69,13 @@ def sharded(layout: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, {}
 
 
-def plain_chain(model: nn.Module) -> Chain:
-    """What `muon_adamw` is made of, written by hand."""
+def plain_chain(model: nn.Module, line: str = "muon_adamw") -> Chain:
+    """What a line makes, written by hand."""
     named = list(model.named_parameters())
     matrices = [(name, p) for name, p in named if name in HIDDEN]
     rest = [(name, p) for name, p in named if name not in HIDDEN]
     common: dict[str, Any] = {"lr": RATE, "weight_decay": 0.1}
-    return chain(Muon(matrices, adjust_lr_fn="match_rms_adamw", **common), AdamW(rest, **common))
+    return chain(LINES[line](matrices, **common), AdamW(rest, **common))
 
 
 def given(model: nn.Module, plain: nn.Module) -> None:
@@ -79,14 +86,14 @@ def given(model: nn.Module, plain: nn.Module) -> None:
         own.grad = gathered.detach().clone()
 
 
-def train(layout: str, steps: int = 4) -> dict[str, Any]:
+def train(layout: str, steps: int = 4, line: str = "muon_adamw") -> dict[str, Any]:
     """Train beside a plain chain that takes the same gradients; what differs, and what is saved."""
     model, options = sharded(layout)
     inner = model.module if layout == "ddp" else model
     plain = Model()
-    expected = plain_chain(plain)
+    expected = plain_chain(plain, line)
     with shared_captures():
-        made: Any = canzona_compile.muon_adamw(model, lr=RATE, **options)
+        made: Any = getattr(canzona_compile, line)(model, lr=RATE, **options)
     before = {name: whole(p).clone() for name, p in inner.named_parameters()}
     found: list[str] = []
     for step in range(steps):
@@ -98,7 +105,7 @@ def train(layout: str, steps: int = 4) -> dict[str, Any]:
             own.zero_grad()
         found += [f"step {step}: {name}" for name in different(inner, plain)]
     still = [name for name, p in inner.named_parameters() if torch.equal(before[name], whole(p))]
-    state = {i: {k: whole(v) for k, v in own.items()} for i, own in made.state_dict()["state"].items()}
+    state = pytree.tree_map(lambda v: whole(v) if isinstance(v, torch.Tensor) else v, made.state_dict()["state"])
     return {
         "different": found + different_state(state, expected.state_dict()["state"]),
         "still": still,
@@ -108,9 +115,9 @@ def train(layout: str, steps: int = 4) -> dict[str, Any]:
     }
 
 
-def alone() -> None:
+def alone(line: str = "muon_adamw") -> None:
     """Train in one process, which captures what ranks need."""
-    found = train("alone")
+    found = train("alone", line=line)
     assert (found["different"], found["still"], found["tasks"]) == ([], [], HIDDEN)
 
 
@@ -129,8 +136,19 @@ def test_layouts(layout: str, world: int) -> None:
             assert len(found["local"]) == len(list(Model().parameters())) - len(HIDDEN)
 
 
-def test_one_process() -> None:
-    do_alone(partial(alone))
+@pytest.mark.parametrize("line", list(LINES))
+def test_one_process(line: str) -> None:
+    do_alone(partial(alone, line))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("line", "layout"), [("soap_adamw", "fsdp"), ("kl_soap_adamw", "zero1"), full("kl_soap_adamw", "fsdp")]
+)
+def test_other_lines(line: str, layout: str) -> None:
+    """The first gradient of a matrix only finds its basis."""
+    for found in run(2, train, layout, line=line, after=partial(alone, line)):
+        assert (found["different"], found["still"], found["matrices"]) == ([], [], HIDDEN)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
@@ -196,6 +214,26 @@ def test_arguments_reach_their_optimizers() -> None:
     assert [adamw.defaults[k] for k in ("lr", "betas", "weight_decay")] == [1e-3, (0.9, 0.95), 0.0]
     assert set(muon.param_groups[0]["param_names"]) == {name for name in HIDDEN if name.startswith("blocks.1.")}
     assert [session.options.depth for session in made.canzona.sessions] == [1, 1]
+
+
+def test_any_two_optimizers() -> None:
+    pattern = "blocks.0.*"
+    made: Any = canzona_compile.optimizer_for(
+        Model(), partial(NorMuon, lr=2e-3), partial(AdamW, lr=1e-3), others=pattern, depth=1
+    )
+    matrix, other = made.optimizers
+    assert [type(own).__name__ for own in made.optimizers] == ["CanzonaNorMuon", "CanzonaAdamW"]
+    assert [own.defaults["lr"] for own in made.optimizers] == [2e-3, 1e-3]
+    assert set(matrix.param_groups[0]["param_names"]) == {name for name in HIDDEN if name.startswith("blocks.1.")}
+    assert HIDDEN - {*matrix.param_groups[0]["param_names"]} <= {*other.param_groups[0]["param_names"]}
+    with pytest.raises(TypeError, match=r"(?s)optimizer_for\(\).*'lr'.*functools.partial"):
+        canzona_compile.optimizer_for(Model(), NorMuon, lr=2e-3)
+    with pytest.raises(TypeError, match=r"takes what makes an optimizer, not NorMuon.*functools.partial"):
+        canzona_compile.optimizer_for(Model(), NorMuon(nn.Linear(4, 4, bias=False).parameters()))  # type: ignore[arg-type]
+    with pytest.raises(CanzonaError, match="no hidden matrix for SOAP"):
+        canzona_compile.soap_adamw(nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4)))
+    soap: Any = canzona_compile.soap_adamw(Model(), soap={"every": 1, "lr": 1e-3})
+    assert [soap.optimizers[0].defaults[k] for k in ("every", "lr")] == [1, 1e-3]
 
 
 def test_matrices_alone_and_none_at_all() -> None:

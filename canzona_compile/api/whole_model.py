@@ -1,0 +1,250 @@
+"""One wrapped optimizer for a whole model: a matrix optimizer for hidden matrices, another one for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW, Muon, Optimizer
+
+from canzona_compile.api.chain import Chain, chain
+from canzona_compile.api.choice import Choice, hidden_matrices
+from canzona_compile.api.wrap import wrap
+from canzona_compile.api.zero1 import zero1 as under_zero1
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.options import StepOptions, WrapOptions
+
+OPTIONS = WrapOptions.__optional_keys__ | {"model"}
+OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
+MakesOptimizer = Callable[[Any], Optimizer]
+OwnArguments = Mapping[str, Any]
+
+
+def optimizer_for(
+    model: nn.Module,
+    matrix_optimizer: MakesOptimizer,
+    other_optimizer: MakesOptimizer = AdamW,
+    *,
+    matrices: str | Sequence[str] = (),
+    others: str | Sequence[str] = (),
+    batch_dims: bool = False,
+    zero1: DeviceMesh | ProcessGroup | None = None,
+    **options: Any,
+) -> Chain:
+    """Build one wrapped optimizer for a whole model: one for hidden matrices, another one for all other parameters.
+
+        optimizer_for(model, partial(SOAP, lr=3e-3), partial(AdamW, lr=3e-4))
+
+    This is `hidden_matrices`, `chain` and `wrap` in one call.
+
+    Args:
+        model: the model as it is trained: whole, or sharded by `fully_shard` or `parallelize_module`.
+        matrix_optimizer: makes the optimizer of the hidden matrices: a class, or `functools.partial` of one with its
+            arguments. It is called with a list of (name, parameter), as all of torch's optimizers take it. For one that
+            takes parameters alone: `lambda named: Muon([p for _, p in named], lr=0.02)`.
+        other_optimizer: makes that of all other parameters. It is not called if there are none.
+        matrices: patterns of names that the first one trains, whatever the rules of `hidden_matrices` say.
+        others: patterns of names that the second one trains.
+        batch_dims: whether the first one takes stacks of matrices, such as experts; see `hidden_matrices`.
+        zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
+        options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
+
+    Returns:
+        The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are both, or the first.
+
+    Raises:
+        CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one that is not a matrix, or
+            `wrap` or `zero1` refuses the call.
+        TypeError: there is no such option.
+    """
+    advice = "Pass arguments of one optimizer by functools.partial, as in partial(SOAP, lr=3e-3)"
+    kinds = matrix_optimizer, other_optimizer
+    for kind in kinds:
+        if not callable(kind):
+            raise TypeError(f"optimizer_for() takes what makes an optimizer, not {type(kind).__name__}. {advice}")
+    choice = hidden_matrices(model, matrices, others, batch_dims=batch_dims)
+    return built("optimizer_for", model, choice, kinds, zero1, options, advice)
+
+
+def muon_adamw(
+    model: nn.Module,
+    lr: float | Tensor = 3e-4,
+    *,
+    weight_decay: float = 0.1,
+    matrices: str | Sequence[str] = (),
+    others: str | Sequence[str] = (),
+    muon: OwnArguments | None = None,
+    adamw: OwnArguments | None = None,
+    zero1: DeviceMesh | ProcessGroup | None = None,
+    **options: Any,
+) -> Chain:
+    """Build one wrapped optimizer for a whole model: Muon for hidden matrices, AdamW for all other parameters.
+
+    This is `hidden_matrices`, `chain` and `wrap` in one call. Muon's updates are scaled to the size of AdamW's
+    (`adjust_lr_fn="match_rms_adamw"`: by 0.2 times the root of the larger dim, from "Muon is Scalable for LLM
+    Training", arXiv 2502.16982), so a learning rate and a weight decay that were tuned for AdamW serve both.
+
+    Args:
+        model: the model as it is trained: whole, or sharded by `fully_shard` or `parallelize_module`.
+        lr: the learning rate of both optimizers.
+        weight_decay: that of both.
+        matrices: patterns of names that Muon trains, whatever the rules of `hidden_matrices` say.
+        others: patterns of names that AdamW trains.
+        muon: further arguments of `torch.optim.Muon`, such as {"momentum": 0.9}. They win over `lr` and `weight_decay`.
+        adamw: further arguments of `torch.optim.AdamW`, such as {"betas": (0.9, 0.95)}. They win likewise.
+        zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
+        options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
+
+    Returns:
+        The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
+
+    Raises:
+        CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one that is not a matrix, or
+            `wrap` or `zero1` refuses the call.
+        TypeError: there is no such option.
+    """
+    kinds = muon_of(lr, weight_decay, muon), adamw_of(lr, weight_decay, adamw)
+    choice = chosen(model, matrices, others, kinds[0])
+    return built("muon_adamw", model, choice, kinds, zero1, options, advice_of("muon"))
+
+
+def soap_adamw(
+    model: nn.Module,
+    lr: float = 3e-4,
+    *,
+    weight_decay: float = 0.1,
+    matrices: str | Sequence[str] = (),
+    others: str | Sequence[str] = (),
+    soap: OwnArguments | None = None,
+    adamw: OwnArguments | None = None,
+    zero1: DeviceMesh | ProcessGroup | None = None,
+    **options: Any,
+) -> Chain:
+    """Build one wrapped optimizer for a whole model: SOAP for hidden matrices, AdamW for all other parameters.
+
+    SOAP's updates have the size of AdamW's, so one learning rate serves both. `soap` has further arguments of
+    `canzona_compile.optimizers.SOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
+    """
+    from canzona_compile.optimizers import SOAP
+
+    kinds = partial(SOAP, **arguments(lr, weight_decay, soap)), adamw_of(lr, weight_decay, adamw)
+    choice = chosen(model, matrices, others, kinds[0])
+    return built("soap_adamw", model, choice, kinds, zero1, options, advice_of("soap"))
+
+
+def kl_soap_adamw(
+    model: nn.Module,
+    lr: float = 3e-4,
+    *,
+    weight_decay: float = 0.1,
+    matrices: str | Sequence[str] = (),
+    others: str | Sequence[str] = (),
+    kl_soap: OwnArguments | None = None,
+    adamw: OwnArguments | None = None,
+    zero1: DeviceMesh | ProcessGroup | None = None,
+    **options: Any,
+) -> Chain:
+    """Build one wrapped optimizer for a whole model: KL-SOAP for hidden matrices, AdamW for all other parameters.
+
+    KL-SOAP's updates have the size of AdamW's, so one learning rate serves both. `kl_soap` has further arguments of
+    `canzona_compile.optimizers.KLSOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
+    """
+    from canzona_compile.optimizers import KLSOAP
+
+    kinds = partial(KLSOAP, **arguments(lr, weight_decay, kl_soap)), adamw_of(lr, weight_decay, adamw)
+    choice = chosen(model, matrices, others, kinds[0])
+    return built("kl_soap_adamw", model, choice, kinds, zero1, options, advice_of("kl_soap"))
+
+
+def plain_muon_adamw(
+    matrices: Sequence[Any],
+    others: Sequence[Any],
+    lr: float | Tensor = 3e-4,
+    weight_decay: float = 0.1,
+    muon: OwnArguments | None = None,
+    adamw: OwnArguments | None = None,
+) -> Chain:
+    """Make the chain that `muon_adamw` wraps."""
+    return chained(matrices, others, muon_of(lr, weight_decay, muon), adamw_of(lr, weight_decay, adamw))
+
+
+def muon_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> partial[Optimizer]:
+    """Makes the Muon of `muon_adamw`."""
+    return partial(Muon, **{"adjust_lr_fn": "match_rms_adamw", **arguments(lr, weight_decay, own)})
+
+
+def adamw_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> partial[Optimizer]:
+    """Makes the AdamW of all others."""
+    return partial(AdamW, **arguments(lr, weight_decay, own))
+
+
+def arguments(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> dict[str, Any]:
+    """The arguments of one of two optimizers: its own win over those of both."""
+    return {"lr": lr, "weight_decay": weight_decay, **(own or {})}
+
+
+def advice_of(own: str) -> str:
+    """Where the arguments of one optimizer go."""
+    return f'Pass arguments of one optimizer as adamw={{"betas": (0.9, 0.95)}} or {own}={{"lr": 1e-3}}'
+
+
+def chosen(
+    model: nn.Module, matrices: str | Sequence[str], others: str | Sequence[str], made_by: MakesOptimizer
+) -> Choice:
+    """Choose the matrices of an optimizer that takes no stacks."""
+    choice = hidden_matrices(model, matrices, others)
+    for name, param in choice.matrices:
+        if param.ndim != 2:
+            raise CanzonaError(
+                f"{name_of(made_by)} takes 2-D matrices, but this parameter has {param.ndim} dims",
+                at=name,
+                hint="narrow the patterns of matrices= to leave it to AdamW",
+            )
+    return choice
+
+
+def built(
+    call: str,
+    model: nn.Module,
+    choice: Choice,
+    kinds: tuple[MakesOptimizer, MakesOptimizer],
+    zero1: DeviceMesh | ProcessGroup | None,
+    options: dict[str, Any],
+    advice: str,
+) -> Chain:
+    """Build what a call returns.
+
+    Args:
+        kinds: what makes the optimizer of matrices, and that of all others.
+        advice: where arguments go that are no options.
+    """
+    if unknown := [name for name in options if name not in (OPTIONS if zero1 is None else OPTIONS_OF_ZERO1)]:
+        if unknown[0] in OPTIONS_OF_ZERO1:
+            advice = "It is an option of zero1: pass zero1= as well"
+        raise TypeError(f"{call}() got an unexpected keyword argument {unknown[0]!r}. {advice}")
+    if not choice.matrices:
+        raise CanzonaError(
+            f"the model has no hidden matrix for {name_of(kinds[0])} to train",
+            at=f"{call}(model)",
+            hint="print(canzona_compile.hidden_matrices(model)) shows why; pass matrices= to choose matrices by name, "
+            f"or use {name_of(kinds[1])} for this model (a pipeline stage may have no hidden matrix)",
+        )
+    made = chained(choice.matrices, choice.others, *kinds)
+    return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)
+
+
+def chained(
+    matrices: Sequence[Any], others: Sequence[Any], matrix_optimizer: MakesOptimizer, other_optimizer: MakesOptimizer
+) -> Chain:
+    """Make both optimizers, the second one unless there are no others, and chain them."""
+    return chain(matrix_optimizer(list(matrices)), *([other_optimizer(list(others))] if others else []))
+
+
+def name_of(made_by: MakesOptimizer) -> str:
+    """What messages call an optimizer that is made so."""
+    kind: Any = made_by.func if isinstance(made_by, partial) else made_by
+    return str(getattr(kind, "__name__", kind))
