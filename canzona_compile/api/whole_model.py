@@ -172,12 +172,12 @@ def plain_muon_adamw(
     return chained(matrices, others, muon_of(lr, weight_decay, muon), adamw_of(lr, weight_decay, adamw))
 
 
-def muon_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> partial[Optimizer]:
+def muon_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> MakesOptimizer:
     """Makes the Muon of `muon_adamw`."""
     return partial(Muon, **{"adjust_lr_fn": "match_rms_adamw", **arguments(lr, weight_decay, own)})
 
 
-def adamw_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> partial[Optimizer]:
+def adamw_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> MakesOptimizer:
     """Makes the AdamW of all others."""
     return partial(AdamW, **arguments(lr, weight_decay, own))
 

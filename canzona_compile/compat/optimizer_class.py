@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -37,14 +36,19 @@ def compiled_methods(kind: type[Optimizer]) -> dict[str, Callable[..., Any]]:
     }
 
 
-@functools.cache
+_as_written: dict[Any, Any] = {}  # by class
+
+
 def class_as_written(kind: type[Optimizer]) -> type[Optimizer]:
-    """A class for copies of an optimizer, whose methods run as written; the class itself if it compiles none."""
-    methods = compiled_methods(kind)
-    if "step" in methods:  # what was around the compiled one
-        methods["step"] = torch.no_grad()(methods["step"])
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (kind,), {**named, **methods}) if methods else kind
+    """A class for copies of an optimizer, whose methods run as written; its own class if it compiles none."""
+    if kind not in _as_written:
+        methods, metaclass = compiled_methods(kind), cast(Any, type(kind))
+        if "step" in methods:  # what was around the compiled one
+            methods["step"] = torch.no_grad()(methods["step"])
+        named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _as_written[kind] = metaclass(kind.__name__, (kind,), {**named, **methods}) if methods else kind
+    found: type[Optimizer] = _as_written[kind]
+    return found
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:

@@ -139,12 +139,14 @@ class KLSOAP(KLShampoo):
 
 def rotate(matrix: Tensor, state: dict[str, Any]) -> Tensor:
     """QL^T matrix QR: into the eigenbasis."""
-    return state["left_basis"].T @ matrix @ state["right_basis"]
+    turned: Tensor = state["left_basis"].T @ matrix @ state["right_basis"]
+    return turned
 
 
 def rotate_back(matrix: Tensor, state: dict[str, Any]) -> Tensor:
     """QL matrix QR^T: out of the eigenbasis."""
-    return state["left_basis"] @ matrix @ state["right_basis"].T
+    turned: Tensor = state["left_basis"] @ matrix @ state["right_basis"].T
+    return turned
 
 
 def follow(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
