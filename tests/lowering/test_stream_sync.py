@@ -23,7 +23,7 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, BufferUse, Step
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.session import plan
+from canzona_compile.session import plan, session
 from tests.harness import ranks
 from tests.harness.marks import full, only
 from tests.harness.optimizers import share_captures
@@ -118,7 +118,10 @@ def trained(shards: int, for_cuda: bool, **options: Any) -> tuple[list[torch.Ten
     random = torch.Generator().manual_seed(3)
     values = [torch.randn(SHAPES[i % 2], generator=random) for i in range(6)]
     params = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
-    with mock.patch.object(plan, "machine_of", return_value=machine):
+    with (
+        mock.patch.object(plan, "machine_of", return_value=machine),
+        mock.patch.object(session, "free_memory", return_value=1 << 40),
+    ):
         optimizer: Any = canzona_compile.wrap(Muon(params, lr=0.1), **options)
         share_captures(optimizer)
         for step in range(4):
