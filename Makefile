@@ -100,7 +100,7 @@ types: $(INSTALLED)
 
 # The site in build/site; `python -m http.server -d build/site` shows it. Without network once it is installed.
 docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/step_latency.py $(BENCH_ARGS)
