@@ -22,6 +22,7 @@ OPTIONS = WrapOptions.__optional_keys__ | {"model"}
 OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
 MakesOptimizer = Callable[[Any], Optimizer]
 OwnArguments = Mapping[str, Any]
+MUON: MakesOptimizer = partial(Muon, adjust_lr_fn="match_rms_adamw")  # its updates have the size of AdamW's
 
 
 def optimizer_for(
@@ -107,9 +108,8 @@ def muon_adamw(
             `wrap` or `zero1` refuses the call.
         TypeError: there is no such option.
     """
-    kinds = muon_of(lr, weight_decay, muon), adamw_of(lr, weight_decay, adamw)
-    choice = chosen(model, matrices, others, kinds[0])
-    return built("muon_adamw", model, choice, kinds, zero1, options, advice_of("muon"))
+    kinds = beside_adamw(MUON, lr, weight_decay, muon, adamw)
+    return of_two_dims("muon", model, kinds, matrices, others, zero1, options)
 
 
 def soap_adamw(
@@ -131,9 +131,8 @@ def soap_adamw(
     """
     from canzona_compile.optimizers import SOAP
 
-    kinds = partial(SOAP, **arguments(lr, weight_decay, soap)), adamw_of(lr, weight_decay, adamw)
-    choice = chosen(model, matrices, others, kinds[0])
-    return built("soap_adamw", model, choice, kinds, zero1, options, advice_of("soap"))
+    kinds = beside_adamw(SOAP, lr, weight_decay, soap, adamw)
+    return of_two_dims("soap", model, kinds, matrices, others, zero1, options)
 
 
 def kl_soap_adamw(
@@ -155,9 +154,8 @@ def kl_soap_adamw(
     """
     from canzona_compile.optimizers import KLSOAP
 
-    kinds = partial(KLSOAP, **arguments(lr, weight_decay, kl_soap)), adamw_of(lr, weight_decay, adamw)
-    choice = chosen(model, matrices, others, kinds[0])
-    return built("kl_soap_adamw", model, choice, kinds, zero1, options, advice_of("kl_soap"))
+    kinds = beside_adamw(KLSOAP, lr, weight_decay, kl_soap, adamw)
+    return of_two_dims("kl_soap", model, kinds, matrices, others, zero1, options)
 
 
 def plain_muon_adamw(
@@ -169,42 +167,41 @@ def plain_muon_adamw(
     adamw: OwnArguments | None = None,
 ) -> Chain:
     """Make the chain that `muon_adamw` wraps."""
-    return chained(matrices, others, muon_of(lr, weight_decay, muon), adamw_of(lr, weight_decay, adamw))
+    return chained(matrices, others, *beside_adamw(MUON, lr, weight_decay, muon, adamw))
 
 
-def muon_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> MakesOptimizer:
-    """Makes the Muon of `muon_adamw`."""
-    return partial(Muon, **{"adjust_lr_fn": "match_rms_adamw", **arguments(lr, weight_decay, own)})
+def beside_adamw(
+    kind: MakesOptimizer,
+    lr: float | Tensor,
+    weight_decay: float,
+    own: OwnArguments | None,
+    adamw: OwnArguments | None,
+) -> tuple[MakesOptimizer, MakesOptimizer]:
+    """What makes the optimizer of matrices, and AdamW; the arguments of one of them win over those of both."""
+    both = {"lr": lr, "weight_decay": weight_decay}
+    return partial(kind, **{**both, **(own or {})}), partial(AdamW, **{**both, **(adamw or {})})
 
 
-def adamw_of(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> MakesOptimizer:
-    """Makes the AdamW of all others."""
-    return partial(AdamW, **arguments(lr, weight_decay, own))
-
-
-def arguments(lr: float | Tensor, weight_decay: float, own: OwnArguments | None) -> dict[str, Any]:
-    """The arguments of one of two optimizers: its own win over those of both."""
-    return {"lr": lr, "weight_decay": weight_decay, **(own or {})}
-
-
-def advice_of(own: str) -> str:
-    """Where the arguments of one optimizer go."""
-    return f'Pass arguments of one optimizer as adamw={{"betas": (0.9, 0.95)}} or {own}={{"lr": 1e-3}}'
-
-
-def chosen(
-    model: nn.Module, matrices: str | Sequence[str], others: str | Sequence[str], made_by: MakesOptimizer
-) -> Choice:
-    """Choose the matrices of an optimizer that takes no stacks."""
+def of_two_dims(
+    own: str,
+    model: nn.Module,
+    kinds: tuple[MakesOptimizer, MakesOptimizer],
+    matrices: str | Sequence[str],
+    others: str | Sequence[str],
+    zero1: DeviceMesh | ProcessGroup | None,
+    options: dict[str, Any],
+) -> Chain:
+    """Build what a line returns whose first optimizer takes no stacks; `own` is the name of its arguments."""
     choice = hidden_matrices(model, matrices, others)
     for name, param in choice.matrices:
         if param.ndim != 2:
             raise CanzonaError(
-                f"{name_of(made_by)} takes 2-D matrices, but this parameter has {param.ndim} dims",
+                f"{name_of(kinds[0])} takes 2-D matrices, but this parameter has {param.ndim} dims",
                 at=name,
                 hint="narrow the patterns of matrices= to leave it to AdamW",
             )
-    return choice
+    advice = f'Pass arguments of one optimizer as adamw={{"betas": (0.9, 0.95)}} or {own}={{"lr": 1e-3}}'
+    return built(f"{own}_adamw", model, choice, kinds, zero1, options, advice)
 
 
 def built(

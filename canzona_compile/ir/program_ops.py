@@ -101,7 +101,7 @@ def stack(values: Sequence[Tensor]) -> Tensor:
     On CPU transposed matrices stay transposed in memory: libraries round products of others otherwise.
     """
     first = values[0]
-    if first.device.type == "cpu" and first.ndim == 2 and first.mT.is_contiguous() and not first.is_contiguous():
+    if not first.is_contiguous() and first.device.type == "cpu" and first.ndim == 2 and first.mT.is_contiguous():
         return torch.stack([value.mT for value in values]).mT
     return torch.stack(list(values))
 
