@@ -296,7 +296,10 @@ def wrapped_in_one_process(name: str) -> None:
     assert pair.report.captures == captures > 0, "all kinds of steps were captured by half time"
 
 
-@pytest.mark.parametrize("name", [n if n in ("shampoo", "normuon") else full(n) for n in OPTIMIZERS])
+FAST_ALONE = ("shampoo", "normuon", "kl-shampoo", "kl-soap")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST_ALONE else full(n) for n in OPTIMIZERS])
 def test_wrapped_in_one_process(name: str) -> None:
     do_alone(partial(wrapped_in_one_process, name))
 
@@ -315,11 +318,12 @@ TRAININGS = {name: Training(make, SHAPES, STEPS, falling, among=CAPTURED[name]) 
 
 
 CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
+NAMES = ["shampoo", "soap", "soap-one-sided", "normuon", "kl-shampoo"]
 FAST = [(Case("fsdp", (3,)), "shampoo"), (Case("ddp", (2,)), "normuon")]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("case", "name"), only(FAST, CASES, ["shampoo", "soap", "soap-one-sided", "normuon"]), ids=str)
+@pytest.mark.parametrize(("case", "name"), only(FAST, CASES, NAMES), ids=str)
 def test_wrapped_on_ranks(case: Case, name: str) -> None:
     report = check(on_ranks(__name__, name, [case], strategy="owner"))
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
