@@ -172,9 +172,9 @@ def decomposition(node: fx.Node) -> str:
 
     Most decompositions return tuples, so the node itself has no dims.
     """
-    if not is_operator(node.target):
+    if not is_operator(operator := operator_of(node)):
         return ""
-    name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
+    name = operator.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
     return name if name in DECOMPOSITIONS else ""
 
 

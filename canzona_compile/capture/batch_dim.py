@@ -1,21 +1,31 @@
-"""Prove that the first dimension of a stack is a batch dimension: entry e of a result depends only on entries e.
+"""Find out that the first dimension of a stack is a batch dimension: entry e of a result depends only on entries e.
 
-If it is, experts on different ranks are independent matrices, and nothing needs to be communicated. The proof follows
-the dimension through the graph with a few rules. It fails at an operator that has no rule.
+If it is, experts on different ranks are independent matrices, and nothing needs to be communicated. The class of the
+optimizer may say so by `matrix_dims`, which is tried on a small stack. Otherwise a proof follows the dimension through
+the graph with a few rules. It fails at an operator that has no rule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.optim import Optimizer
 
+from canzona_compile.compat.interrupts import uninterrupted
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import OpOverload
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import outputs, placeholders, pointwise, tensor_value
 from canzona_compile.ir.step import Template
+from canzona_compile.replica.leaves import state_leaves
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.randomness import undisturbed
+from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 aten = torch.ops.aten
 
@@ -27,11 +37,63 @@ VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.de
 # Of these every entry is equal, so ranks with other numbers of entries make the same.
 UNIFORM = frozenset({aten.full.default, aten.zeros.default, aten.ones.default})
 
+TRIED = 24  # rows and columns, at most, of the matrices on which `matrix_dims` is tried
+
+
+def num_batch_dims(optimizer: Optimizer, ndim: int) -> int:
+    """How many dims of a parameter count matrices that the optimizer steps one by one, as its class says."""
+    dims = getattr(plain_class(optimizer), "matrix_dims", None)
+    return max(0, ndim - dims) if isinstance(dims, int) and dims > 0 else 0
+
+
+@uninterrupted
+def check_matrix_dims(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> None:
+    """Raise unless a small stack steps like its matrices alone, twice.
+
+    Args:
+        spec: of one matrix of the stack.
+    """
+    small = replace(spec, shape=tuple(min(TRIED, n) for n in spec.shape))
+    whole = replace(small, shape=(2, *small.shape))
+    random = torch.Generator().manual_seed(0)
+    values = [torch.randn(whole.shape, generator=random, device="cpu").to(spec.device) for _ in range(3)]
+
+    def after(own: ParameterSpec, at: slice | int) -> dict[str, Any]:
+        param = own.parameter(lambda dtype: values[0][at].to(dtype, copy=True))
+        twin = make_twin(optimizer, group, [param])
+        for grad in values[1:]:
+            param.grad = grad[at].to(own.grad_dtype, copy=True)
+            step_plainly(twin)
+        return {**dict(state_leaves(twin.state[param])), "param": param.detach()}
+
+    with undisturbed(optimizer), as_written():
+        together, alone = after(whole, slice(None)), [after(small, at) for at in range(2)]
+    name = plain_class(optimizer).__name__
+    for leaf, value in together.items():
+        own = [found.get(leaf) for found in alone]
+        if isinstance(value, Tensor) and value.ndim:
+            of_each = list(value) if len(value) == len(own) else []
+            same = len(of_each) == len(own) and all(map(equal, own, of_each))
+        else:
+            same = all(equal(one, value) for one in own)
+        if not same:
+            raise UnsupportedOptimizer(
+                f"{name}.matrix_dims says that each matrix of a stack steps as if it were alone, but {leaf} differs",
+                hint=f"let {name}.step treat each matrix by itself, with state [..., M, N], or remove matrix_dims",
+            )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two leaves of states have equal values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
 
 def first_dim_is_batch(template: Template) -> bool:
     """Tell whether entry e of every leaf that a template writes depends only on entries e of its inputs."""
-    if template.interpreted:
-        return False
+    if template.interpreted or template.batch_dims:
+        return not template.interpreted
     batch: dict[fx.Node, int | None] = {}  # the batch dim of every value, None if it has none
     for node, leaf in zip(placeholders(template.graph), template.inputs, strict=True):
         batch[node] = 0 if leaf.shape and leaf.shape[0] == template.shape[0] else None

@@ -5,6 +5,7 @@ They work on lists of tensors, with one entry per task, and on buffers. They mak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from canzona_compile.compat.matmul_precision import Kept, matmul_precision, put_back, set_precision
-from canzona_compile.compat.torch_private import OpOverload
+from canzona_compile.compat.torch_private import FakeTensor, OpOverload, pytree
+from canzona_compile.ir.layout import Shape
 
 Index = tuple[Any, ...]
+ALIGNED = 64  # bytes, as whole matrices lie, because libraries choose their rounding by that
 
 
 class EagerContext(Protocol):
@@ -222,6 +225,56 @@ class ProductAt:
             return self.operator(*args, **kwargs)
 
 
+@dataclass(frozen=True, eq=False)
+class EachMatrix:
+    """Target of a node: an operator that is called for each matrix of a stack.
+
+    Args:
+        operator: takes the values of one matrix, and returns a tensor or a tuple of tensors.
+        stacked: which of all operands, in the order of a flattened call, have an entry per matrix.
+        dims: how many dims count matrices.
+    """
+
+    operator: Callable[..., Any]
+    stacked: frozenset[int]
+    dims: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", f"each_matrix_{self.operator.__name__.replace('.', '_')}")
+        object.__setattr__(self, "__qualname__", self.__name__)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"each matrix: {self.operator}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator for each matrix, and stack what it returns."""
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        lead: Shape = leaves[min(self.stacked)].shape[: self.dims]
+        alike = math.prod(lead) == 0 or any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        for i in self.stacked:
+            own = leaves[i].flatten(0, self.dims - 1) if self.dims > 1 else leaves[i]
+            leaves[i] = [own.new_zeros(own.shape[1:])] if alike else rows(own)
+        positional, named = pytree.tree_unflatten(leaves, form)
+        found = each(self.operator, *positional, **named)
+        several = isinstance(found, tuple)
+        stacks = []
+        for own in found if several else (found,):
+            whole = own[0].new_empty((math.prod(lead), *own[0].shape)) if alike else stack(own)
+            stacks.append(whole.unflatten(0, lead) if self.dims > 1 else whole)
+        return tuple(stacks) if several else stacks[0]
+
+
+def rows(stack: Tensor) -> list[Tensor]:
+    """The matrices of a stack `[n, ...]`, aligned as they are alone."""
+    found = list(stack.unbind())
+    if found and found[0].numel() * found[0].itemsize % ALIGNED:
+        return [own.clone() for own in found]
+    return found
+
+
 def operator_of(node: fx.Node) -> Any:
-    """Return the operator that a node calls, in whichever precision."""
-    return node.target.operator if isinstance(node.target, ProductAt) else node.target
+    """Return the operator that a node calls, in whichever precision, once or for each matrix of a stack."""
+    target: Any = node.target
+    while isinstance(target, ProductAt | EachMatrix):
+        target = target.operator
+    return target

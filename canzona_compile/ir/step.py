@@ -92,6 +92,7 @@ class Template:
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
     precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
     draws: bool = False  # whether it draws random numbers, which one rank has to do
+    batch_dims: int = 0  # how many dims of the parameter come first and count matrices, each stepped as if alone
 
     @property
     def kin(self) -> str:

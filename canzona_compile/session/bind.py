@@ -6,6 +6,7 @@ They are bound at the first step and no earlier, because frameworks replace para
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,12 +32,14 @@ from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.params import check_disjoint, named_params
-from canzona_compile.session.plan import BoundParam, Described
+from canzona_compile.session.plan import BoundParam, Described, machine_of
 from canzona_compile.session.state import check_gathers
 from canzona_compile.views.entries import (
+    Stacks,
     cut_along_experts,
     elementwise,
     independent,
+    num_ranges,
     same_but_sizes,
     state_of_entries,
 )
@@ -60,7 +63,9 @@ class Binder:
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._layouts: dict[Any, Layout] = {}  # by form of DTensor
         self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
+        self._stacks = Stacks(capture, options.numerics == "exact")
         self._named = named_params(optimizer, options.names, options.prefix)
+        self._num_stacks = sum(self._stacks.dims(param.shape) > 0 for _, _, param in self._named)
         self._known = KnownFragments({}, {}, {})
 
     def exchanged(self) -> Binder:
@@ -124,12 +129,31 @@ class Binder:
         """Find out whether and how `split=` divides a parameter, and whether its fragments can be put together."""
         split = chosen(self.options.split, own.name, own.layout.shape)
         strided = None if own.stand_in is None else own.stand_in.strided(split)
-        if split is None or strided:
+        ranges = () if strided or own.stand_in is not None else self._ranges(own)
+        if strided or (split is None and not ranges):
             return replace(own, strided=strided)
         box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
-        view = PiecesView(own.name, own.param, split, box)
+        view = PiecesView(own.name, own.param, split, box, ranges)
         view.show()
         return replace(own, pieces=own.shown_by(view))
+
+    def _ranges(self, own: Described) -> Sequence[tuple[int, int]]:
+        """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
+
+        Returns:
+            The first matrix of each range, and how many there are; empty if the stack stays whole. One with state that
+            is not of its shape does, because that state could not be put together again.
+        """
+        owners, whole = own.layout.grid.size, own.layout.shape
+        if owners == 1 or own.layout_of_entries is not None or not (dims := self._stacks.dims(whole)):
+            return ()
+        if (count := num_ranges(whole[0], owners, self._num_stacks)) == 1:
+            return ()
+        one = self._captured(replace(own, spec=replace(own.spec, shape=whole[dims:])))
+        if one.recorder is None or one.python_state or any(leaf.shape != whole[dims:] for leaf in one.state):
+            return ()
+        cuts = [whole[0] * i // count for i in range(count + 1)]
+        return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 
     def _layout(self, shown: Tensor, view: FragmentView | None, batch_dims: int = 0) -> Layout:
         """How a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
@@ -261,7 +285,8 @@ class Binder:
         known = None if own.state else self._kinds.get(key)
         if known is None or all(known is not kind for kind in self.capture.kinds.values()):
             group = self.optimizer.param_groups[own.group]
-            known = self.capture.kind_of(ParamExample(group, own.spec, own.name, own.state or None))
+            like = ParamExample(group, own.spec, own.name, own.state or None)
+            known = self._stacks.kind_of(like, machine_of([own.param], self.options.hardware))
             if not own.state:
                 self._kinds[key] = known
         return known

@@ -1,5 +1,7 @@
 """The logical matrices of a fused parameter, such as q, k and v of qkv; each is shown as a parameter of its own.
 
+A stack of matrices that nobody holds whole is shown as ranges of its matrices, so that it may have several owners.
+
 In portable state, leaves that have the shape of their pieces are joined into one leaf with the shape of the fused
 parameter. All other leaves are kept once per piece, with keys such as "q.left" and "k.left".
 
@@ -10,8 +12,10 @@ placements, so no DTensor operation may run on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,31 +28,58 @@ from canzona_compile.views.view import Elements, ParamView, State, ViewPart, Who
 
 
 class PiecesView(ParamView):
-    """Shows a fused parameter as its pieces."""
+    """Shows a fused parameter as its pieces, a stack as ranges of its matrices, or a stack of both as pieces of ranges.
 
-    def __init__(self, name: str, source: Tensor, split: Split, box: Box) -> None:
-        self.split = split
+    Args:
+        split: says which pieces there are; None if the parameter is a stack that has no others than ranges.
+        ranges: the first matrix of each range of a stack, and the number of matrices; none for a parameter that is not
+            divided in that way.
+    """
+
+    def __init__(
+        self, name: str, source: Tensor, split: Split | None, box: Box, ranges: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.split, self.ranges = split, tuple(ranges)
+        shape = tuple(source.shape)
+        self._places: dict[str, tuple[tuple[int, int] | None, Tensor | None]] = {}
         parts = []
-        for key, rows in rows_of(split).items():
-            shape = [*source.shape[: split.dim], len(rows), *source.shape[split.dim + 1 :]]
-            elements = Elements.at(split.dim, entries_in(box, rows, split.dim), source.device)
-            parts.append(ViewPart(f"{name}[{key}]", tuple(shape), elements, key))
+        for own in self.ranges or (None,):
+            label = "" if own is None else f"{own[0]}:{sum(own)}"
+            for piece, rows in ({"": None} if split is None else rows_of(split)).items():
+                key = ".".join(word for word in (label, piece) if word)
+                self._places[key] = own, rows
+                whole = shape if own is None else (own[1], *shape[1:])
+                if split is not None and rows is not None:
+                    whole = (*whole[: split.dim], len(rows), *whole[split.dim + 1 :])
+                parts.append(ViewPart(f"{name}[{key}]", whole, self._elements(own, rows, box, source), key))
         super().__init__(name, source, parts, box)
+
+    def _elements(self, own: tuple[int, int] | None, rows: Tensor | None, box: Box, source: Tensor) -> Elements:
+        """The elements of a fragment that a part has."""
+        if self.split is None or rows is None:
+            assert own is not None
+            return Elements(0, *own)
+        found = Elements.at(self.split.dim, entries_in(box, rows, self.split.dim), source.device)
+        return replace(found, inside=own)
 
     def bare(self) -> PiecesView:
         """The same view, which shows nothing and so holds no copies."""
-        return PiecesView(self.name, self.source, self.split, self.box)
+        return PiecesView(self.name, self.source, self.split, self.box, self.ranges)
 
     def layout_of(self, part: ViewPart, layout: Layout) -> Layout:
-        """Derive the layout of a piece from that of the fused parameter."""
-        return part_of_layout(layout, rows_of(self.split)[part.key], self.split.dim)
+        """Derive the layout of a part from that of the parameter."""
+        own, rows = self._places[part.key]
+        if own is not None:
+            layout = part_of_layout(layout, torch.arange(own[0], sum(own), device="cpu"), 0)
+        return layout if self.split is None or rows is None else part_of_layout(layout, rows, self.split.dim)
 
     def layout_of_entries(self, part: ViewPart, whole: Callable[[], Layout]) -> Callable[[], Layout] | None:
-        """Find the layout of a piece of some entries of a stack, from what finds that of the entries.
+        """Find the layout of a part of some entries of a stack, from what finds that of the entries.
 
-        There is none if the entries are what is split: they belong to pieces by their place in the whole stack.
+        There is none if the entries are what is split: they belong to parts by their place in the whole stack.
         """
-        return (lambda: self.layout_of(part, whole())) if self.split.dim else None
+        divided = self.ranges or (self.split is not None and not self.split.dim)
+        return None if divided else (lambda: self.layout_of(part, whole()))
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -33,12 +33,14 @@ class Elements:
     Attributes:
         dim: the dimension that is cut; None if that is the flattened fragment, which must be contiguous then.
         entries: the entries as indices (int64); None if they are consecutive.
+        inside: the first entry and the number of entries along dim 0 that are cut; None for all.
     """
 
     dim: int | None
     first: int
     length: int
     entries: Tensor | None = None
+    inside: tuple[int, int] | None = None
 
     @classmethod
     def at(cls, dim: int, entries: Tensor, device: torch.device) -> Elements:
@@ -78,6 +80,8 @@ class Elements:
 
     def _line(self, values: Tensor) -> tuple[Tensor, int]:
         """A fragment, as far as it has to be flat, and the dim along which it is cut."""
+        if self.inside is not None:
+            values = values.narrow(0, *self.inside)
         return (values.view(-1), 0) if self.dim is None else (values, self.dim)
 
 

@@ -1,0 +1,62 @@
+"""Muon for matrices and for stacks of matrices, such as experts; its arithmetic is that of `torch.optim.Muon`.
+
+Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; torch's implementation of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, which also takes stacks `[..., M, N]` and steps each of their matrices as if it were alone.
+
+    A 2-D parameter gets the bits that `torch.optim.Muon` gives it, and each matrix of a stack those that it gives this
+    matrix alone. The factor of the learning rate depends on the last two dims.
+
+    Args:
+        params: parameters of two dims or more.
+        options: the other arguments of `torch.optim.Muon`: `lr`, `weight_decay`, `momentum`, `nesterov`,
+            `ns_coefficients`, `eps`, `ns_steps`, `adjust_lr_fn`.
+
+    Raises:
+        ValueError: a parameter has fewer than two dims, or torch refuses an argument.
+    """
+
+    matrix_dims: ClassVar[int] = 2  # what a parameter has in addition counts matrices that are stepped one by one
+
+    def __init__(self, params: Any, lr: Any = 1e-3, **options: Any) -> None:
+        checked = torch.optim.Muon([torch.empty(1, 1)], lr, **options)  # torch's refuses stacks, not the arguments
+        Optimizer.__init__(self, params, checked.defaults)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.ndim < 2:
+                    raise ValueError(f"Muon takes matrices and stacks of matrices, not shape {list(param.shape)}")
+
+    def _init_group(
+        self, group: Any, params_with_grad: list[Tensor], grads: list[Tensor], muon_momentum_bufs: list[Tensor]
+    ) -> bool:
+        """List the matrices that have gradients. Those of a stack are views, so that updates reach the stack."""
+        params: list[Tensor] = []
+        stacks: list[Tensor] = []
+        buffers: list[Tensor] = []
+        found: bool = super()._init_group(group, params, stacks, buffers)
+        for param, grad, buffer in zip(params, stacks, buffers, strict=True):
+            params_with_grad.extend(matrices(param))
+            grads.extend(matrices(grad))
+            muon_momentum_bufs.extend(matrices(buffer))
+        return found
+
+
+def matrices(stack: Tensor) -> Iterator[Tensor]:
+    """The matrices of a stack, as views of it."""
+    if stack.ndim == 2:
+        yield stack
+    else:
+        for part in stack.unbind():
+            yield from matrices(part)
