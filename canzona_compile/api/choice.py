@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from canzona_compile.api.survey import CONVOLUTIONS, NO_WEIGHT, ROUTER, WEIGHT, Survey, class_name, is_linear, is_wide
+from canzona_compile.api.survey import NO_WEIGHT, ROUTER, WEIGHT, Survey, class_name, is_linear, is_wide
 from canzona_compile.compat.torch_private import is_flattened
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
 from canzona_compile.ir.canonical_names import canonical_name, canonical_params
@@ -54,6 +54,7 @@ class Choice(Printable):
         rows: one entry per parameter, in the order of `model.named_parameters()`.
         matrices: the hidden matrices with their names, as torch.optim.Muon takes them.
         others: all other trained parameters with their names, as torch.optim.AdamW takes them.
+        convolutions: the names of those hidden matrices that are weights of convolutions, which only patterns choose.
     """
 
     text_width = 120
@@ -61,6 +62,7 @@ class Choice(Printable):
     rows: tuple[Row, ...]
     matrices: NamedParams = field(compare=False)
     others: NamedParams = field(compare=False)
+    convolutions: frozenset[str] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
         """The rows as dicts, lists and plain values."""
@@ -158,20 +160,23 @@ def hidden_matrices(
     wanted = claims("matrices", matrices, params, trained)
     unwanted = claims("others", others, params, trained)
     check_claims(wanted, unwanted, trained)
-    survey, rows = Survey(model), []
+    survey, rows, convolutions = Survey(model), [], set[str]()
     for name, param in params.items():
         pattern = wanted.get(name) or unwanted.get(name)
         if not param.requires_grad:
             kind, why = "frozen", "not trained"
         elif pattern is not None:
             kind, why = "matrix" if name in wanted else "other", f"chosen by pattern {pattern!r}"
+            if name in wanted and survey.is_convolution(param):
+                why += ": a convolution, one matrix [outputs, all else]"
+                convolutions.add(name)
         else:
             kind, why = judge(survey, param, batch_dims)
         rows.append(Row(name, tuple(param.shape), kind, why))
     chosen: dict[str, NamedParams] = {
         kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS
     }
-    return Choice(tuple(rows), chosen["matrix"], chosen["other"])
+    return Choice(tuple(rows), chosen["matrix"], chosen["other"], frozenset(convolutions))
 
 
 def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, str]:
@@ -185,7 +190,7 @@ def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, s
         return "other", why
     if "Norm" in own and not is_linear(module):
         return "other", "norm"
-    if len(shape) > 2 and (isinstance(module, CONVOLUTIONS) or "conv" in own.lower()):
+    if survey.is_convolution(param):
         return "other", "convolution"
     if NO_WEIGHT.search(site.leaf) or not WEIGHT.search(site.leaf):
         return "other", f"{site.leaf or site.name} of {own} is not named as a weight"
@@ -197,10 +202,12 @@ def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, s
 
 def stack(shape: Shape, experts: bool, batch_dims: bool) -> tuple[str, str]:
     """Judge a weight of more than two dims."""
-    why = f"stack of {math.prod(shape[:-2])} {'experts' if experts else 'matrices'}, {len(shape)}-D"
+    why = f"stack of {math.prod(shape[:-2])} {'experts' if experts else 'matrices'}"
     if not is_wide(shape[-2:]):
         return "other", f"{why}, of vectors"
-    return ("matrix", why) if batch_dims else ("other", f"{why}: batch_dims=True takes it")
+    if batch_dims:
+        return "matrix", f"{why}, each a hidden matrix"
+    return "other", f"{why}: batch_dims=True takes it, as muon_adamw does"
 
 
 # -- what users claim --------------------------------------------------------------------------------

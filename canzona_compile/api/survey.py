@@ -86,6 +86,11 @@ class Survey:
             if not alone and (name.isdigit() or not isinstance(module, nn.ModuleDict)):
                 yield path
 
+    def is_convolution(self, param: nn.Parameter) -> bool:
+        """Tell whether a parameter is the weight of a convolution."""
+        module = self.modules[self.sites[id(param)][0].path]
+        return param.ndim > 2 and (isinstance(module, CONVOLUTIONS) or "conv" in class_name(module).lower())
+
     def in_layers(self, path: str) -> bool:
         """Tell whether a module is a repeated layer or lies in one."""
         return any(above in self.layers for above in upwards(path))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from canzona_compile.api.chain import Chain, chain
 from canzona_compile.api.choice import Choice, hidden_matrices
@@ -17,6 +17,7 @@ from canzona_compile.api.wrap import wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import StepOptions, WrapOptions
+from canzona_compile.optimizers import KLSOAP, SOAP, Muon
 
 OPTIONS = WrapOptions.__optional_keys__ | {"model"}
 OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
@@ -32,7 +33,7 @@ def optimizer_for(
     *,
     matrices: str | Sequence[str] = (),
     others: str | Sequence[str] = (),
-    batch_dims: bool = False,
+    batch_dims: bool | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -50,7 +51,8 @@ def optimizer_for(
         other_optimizer: makes that of all other parameters. It is not called if there are none.
         matrices: patterns of names that the first one trains, whatever the rules of `hidden_matrices` say.
         others: patterns of names that the second one trains.
-        batch_dims: whether the first one takes stacks of matrices, such as experts; see `hidden_matrices`.
+        batch_dims: whether the first one takes stacks of matrices, such as experts; see `hidden_matrices`. None asks
+            its class: those with `matrix_dims` do.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
 
@@ -67,6 +69,7 @@ def optimizer_for(
     for kind in kinds:
         if not callable(kind):
             raise TypeError(f"optimizer_for() takes what makes an optimizer, not {type(kind).__name__}. {advice}")
+    batch_dims = takes_stacks(matrix_optimizer) if batch_dims is None else batch_dims
     choice = hidden_matrices(model, matrices, others, batch_dims=batch_dims)
     return built("optimizer_for", model, choice, kinds, zero1, options, advice)
 
@@ -85,7 +88,8 @@ def muon_adamw(
 ) -> Chain:
     """Build one wrapped optimizer for a whole model: Muon for hidden matrices, AdamW for all other parameters.
 
-    This is `hidden_matrices`, `chain` and `wrap` in one call. Muon's updates are scaled to the size of AdamW's
+    This is `hidden_matrices`, `chain` and `wrap` in one call. Muon is `canzona_compile.optimizers.Muon`: torch's, which
+    trains stacks of experts as well, each of their matrices as if it were alone. Its updates have the size of AdamW's
     (`adjust_lr_fn="match_rms_adamw"`: by 0.2 times the root of the larger dim, from "Muon is Scalable for LLM
     Training", arXiv 2502.16982), so a learning rate and a weight decay that were tuned for AdamW serve both.
 
@@ -95,7 +99,7 @@ def muon_adamw(
         weight_decay: that of both.
         matrices: patterns of names that Muon trains, whatever the rules of `hidden_matrices` say.
         others: patterns of names that AdamW trains.
-        muon: further arguments of `torch.optim.Muon`, such as {"momentum": 0.9}. They win over `lr` and `weight_decay`.
+        muon: further arguments of Muon, such as {"momentum": 0.9}. They win over `lr` and `weight_decay`.
         adamw: further arguments of `torch.optim.AdamW`, such as {"betas": (0.9, 0.95)}. They win likewise.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
@@ -104,12 +108,12 @@ def muon_adamw(
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
 
     Raises:
-        CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one that is not a matrix, or
-            `wrap` or `zero1` refuses the call.
+        CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one of a shape that Muon does
+            not take, or `wrap` or `zero1` refuses the call.
         TypeError: there is no such option.
     """
     kinds = beside_adamw(MUON, lr, weight_decay, muon, adamw)
-    return of_two_dims("muon", model, kinds, matrices, others, zero1, options)
+    return line_of("muon", model, kinds, matrices, others, zero1, options)
 
 
 def soap_adamw(
@@ -129,10 +133,8 @@ def soap_adamw(
     SOAP's updates have the size of AdamW's, so one learning rate serves both. `soap` has further arguments of
     `canzona_compile.optimizers.SOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
     """
-    from canzona_compile.optimizers import SOAP
-
     kinds = beside_adamw(SOAP, lr, weight_decay, soap, adamw)
-    return of_two_dims("soap", model, kinds, matrices, others, zero1, options)
+    return line_of("soap", model, kinds, matrices, others, zero1, options)
 
 
 def kl_soap_adamw(
@@ -152,10 +154,8 @@ def kl_soap_adamw(
     KL-SOAP's updates have the size of AdamW's, so one learning rate serves both. `kl_soap` has further arguments of
     `canzona_compile.optimizers.KLSOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
     """
-    from canzona_compile.optimizers import KLSOAP
-
     kinds = beside_adamw(KLSOAP, lr, weight_decay, kl_soap, adamw)
-    return of_two_dims("kl_soap", model, kinds, matrices, others, zero1, options)
+    return line_of("kl_soap", model, kinds, matrices, others, zero1, options)
 
 
 def plain_muon_adamw(
@@ -182,7 +182,7 @@ def beside_adamw(
     return partial(kind, **{**both, **(own or {})}), partial(AdamW, **{**both, **(adamw or {})})
 
 
-def of_two_dims(
+def line_of(
     own: str,
     model: nn.Module,
     kinds: tuple[MakesOptimizer, MakesOptimizer],
@@ -191,10 +191,11 @@ def of_two_dims(
     zero1: DeviceMesh | ProcessGroup | None,
     options: dict[str, Any],
 ) -> Chain:
-    """Build what a line returns whose first optimizer takes no stacks; `own` is the name of its arguments."""
-    choice = hidden_matrices(model, matrices, others)
+    """Build what a line returns; `own` is the name of the arguments of its first optimizer."""
+    stacks = takes_stacks(kinds[0])
+    choice = hidden_matrices(model, matrices, others, batch_dims=stacks)
     for name, param in choice.matrices:
-        if param.ndim != 2:
+        if param.ndim != 2 and not stacks:
             raise CanzonaError(
                 f"{name_of(kinds[0])} takes 2-D matrices, but this parameter has {param.ndim} dims",
                 at=name,
@@ -230,7 +231,10 @@ def built(
             hint="print(canzona_compile.hidden_matrices(model)) shows why; pass matrices= to choose matrices by name, "
             f"or use {name_of(kinds[1])} for this model (a pipeline stage may have no hidden matrix)",
         )
-    made = chained(choice.matrices, choice.others, *kinds)
+    own: Sequence[Any] = choice.matrices
+    if choice.convolutions and takes_stacks(kinds[0]):
+        own = by_matrix_dims(choice)
+    made = chained(own, choice.others, *kinds)
     return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)
 
 
@@ -239,6 +243,20 @@ def chained(
 ) -> Chain:
     """Make both optimizers, the second one unless there are no others, and chain them."""
     return chain(matrix_optimizer(list(matrices)), *([other_optimizer(list(others))] if others else []))
+
+
+def by_matrix_dims(choice: Choice) -> list[dict[str, Any]]:
+    """Parameter groups of the hidden matrices, one for convolutions of each number of dims, which are one matrix."""
+    groups: dict[int, dict[str, Any]] = {0: {"params": []}}
+    for name, param in choice.matrices:
+        dims = param.ndim if name in choice.convolutions else 0
+        groups.setdefault(dims, {"params": [], "matrix_dims": dims})["params"].append((name, param))
+    return [group for group in groups.values() if group["params"]]
+
+
+def takes_stacks(made_by: MakesOptimizer) -> bool:
+    """Whether the class of an optimizer says that it steps the matrices of stacks one by one."""
+    return hasattr(made_by.func if isinstance(made_by, partial) else made_by, "matrix_dims")
 
 
 def name_of(made_by: MakesOptimizer) -> str:

@@ -40,9 +40,9 @@ UNIFORM = frozenset({aten.full.default, aten.zeros.default, aten.ones.default})
 TRIED = 24  # rows and columns, at most, of the matrices on which `matrix_dims` is tried
 
 
-def num_batch_dims(optimizer: Optimizer, ndim: int) -> int:
-    """How many dims of a parameter count matrices that the optimizer steps one by one, as its class says."""
-    dims = getattr(plain_class(optimizer), "matrix_dims", None)
+def num_batch_dims(optimizer: Optimizer, group: Mapping[str, Any], ndim: int) -> int:
+    """How many dims of a parameter count matrices that the optimizer steps one by one, as its class or group says."""
+    dims = group.get("matrix_dims", getattr(plain_class(optimizer), "matrix_dims", None))
     return max(0, ndim - dims) if isinstance(dims, int) and dims > 0 else 0
 
 

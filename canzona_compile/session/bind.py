@@ -65,7 +65,7 @@ class Binder:
         self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
         self._stacks = Stacks(capture, options.numerics == "exact")
         self._named = named_params(optimizer, options.names, options.prefix)
-        self._num_stacks = sum(self._stacks.dims(param.shape) > 0 for _, _, param in self._named)
+        self._num_stacks = sum(self._dims(group, tuple(param.shape)) > 0 for _, group, param in self._named)
         self._known = KnownFragments({}, {}, {})
 
     def exchanged(self) -> Binder:
@@ -145,7 +145,7 @@ class Binder:
             is not of its shape does, because that state could not be put together again.
         """
         owners, whole = own.layout.grid.size, own.layout.shape
-        if owners == 1 or own.layout_of_entries is not None or not (dims := self._stacks.dims(whole)):
+        if owners == 1 or own.layout_of_entries is not None or not (dims := self._dims(own.group, whole)):
             return ()
         if (count := num_ranges(whole[0], owners, self._num_stacks)) == 1:
             return ()
@@ -154,6 +154,9 @@ class Binder:
             return ()
         cuts = [whole[0] * i // count for i in range(count + 1)]
         return [(a, b - a) for a, b in itertools.pairwise(cuts)]
+
+    def _dims(self, group: int, shape: Shape) -> int:
+        return self._stacks.dims(self.optimizer.param_groups[group], shape)
 
     def _layout(self, shown: Tensor, view: FragmentView | None, batch_dims: int = 0) -> Layout:
         """How a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""

@@ -84,13 +84,13 @@ class Stacks:
         self._checked: set[int] = set()  # the kinds of one matrix for which the class's word was tried
         self._kinds: dict[Any, tuple[ParamKind, ParamKind]] = {}  # of one matrix and of the stack
 
-    def dims(self, shape: Shape) -> int:
+    def dims(self, group: Mapping[str, Any], shape: Shape) -> int:
         """How many dims of a parameter of this shape count matrices that the optimizer steps one by one."""
-        return num_batch_dims(self.capture.optimizer, len(shape))
+        return num_batch_dims(self.capture.optimizer, group, len(shape))
 
     def kind_of(self, like: ParamExample, machine: Machine) -> ParamKind:
         """Find the kind of a parameter; if it is a stack whose matrices step one by one, capture one of them."""
-        if not (dims := self.dims(like.spec.shape)):
+        if not (dims := self.dims(like.group, like.spec.shape)):
             return self.capture.kind_of(like)
         lead, shape = like.spec.shape[:dims], like.spec.shape[dims:]
         spec, state = replace(like.spec, shape=shape, part=False), state_of_one(like.state, lead)

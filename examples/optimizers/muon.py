@@ -19,8 +19,11 @@ class Muon(torch.optim.Muon):
     A 2-D parameter gets the bits that `torch.optim.Muon` gives it, and each matrix of a stack those that it gives this
     matrix alone. The factor of the learning rate depends on the last two dims.
 
+    A convolution `[outputs, inputs, height, width]` is one matrix, `[outputs, inputs * height * width]`, in a parameter
+    group with `"matrix_dims": 4`: that many dims make up one matrix, and those before count matrices.
+
     Args:
-        params: parameters of two dims or more.
+        params: parameters of two dims or more, contiguous where more than two make up a matrix.
         options: the other arguments of `torch.optim.Muon`: `lr`, `weight_decay`, `momentum`, `nesterov`,
             `ns_coefficients`, `eps`, `ns_steps`, `adjust_lr_fn`.
 
@@ -46,17 +49,18 @@ class Muon(torch.optim.Muon):
         stacks: list[Tensor] = []
         buffers: list[Tensor] = []
         found: bool = super()._init_group(group, params, stacks, buffers)
+        dims = group.get("matrix_dims", self.matrix_dims)
         for param, grad, buffer in zip(params, stacks, buffers, strict=True):
-            params_with_grad.extend(matrices(param))
-            grads.extend(matrices(grad))
-            muon_momentum_bufs.extend(matrices(buffer))
+            params_with_grad.extend(matrices(param, dims))
+            grads.extend(matrices(grad, dims))
+            muon_momentum_bufs.extend(matrices(buffer, dims))
         return found
 
 
-def matrices(stack: Tensor) -> Iterator[Tensor]:
-    """The matrices of a stack, as views of it."""
-    if stack.ndim == 2:
-        yield stack
-    else:
+def matrices(stack: Tensor, dims: int) -> Iterator[Tensor]:
+    """The matrices of a stack, as views of it; the last `dims` of its dims make up one matrix."""
+    if stack.ndim > dims:
         for part in stack.unbind():
-            yield from matrices(part)
+            yield from matrices(part, dims)
+    else:
+        yield stack if stack.ndim == 2 else stack.view(len(stack), -1)
