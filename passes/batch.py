@@ -6,11 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx
-
 from canzona_compile.ir.step import Batch, Form, MicroGroup, Placed, Step
 from canzona_compile.lowering.batch_graph import lift_stacked
-from canzona_compile.lowering.stacking import stackable, stacks
+from canzona_compile.lowering.stacking import num_matrices, runs_on_stack, stacks
 from canzona_compile.machine.hardware import Machine
 
 
@@ -20,9 +18,9 @@ class Batching:
 
     Under exact numerics only matrix products, and the elementwise work and the transposes around them, run on stacks
     [n, ...]. A product of the library qualifies if its batched form is known to give the same bits
-    (`canzona_compile.ir.bit_exactness`). Products of our own kernels always qualify. Norms and sums run on stacks on
-    CUDA, where they are promised up to rounding, if something else has made the stack. Everything else, such as
-    decompositions, loops over the tasks. Nothing is stacked if there is no product to batch.
+    (`canzona_compile.ir.bit_exactness`). Products of our own kernels always qualify. Norms and sums run on stacks if
+    something else has made the stack. Everything else, such as decompositions, loops over the tasks. Nothing is stacked
+    if there is no product to batch. Tasks that are stacks themselves are joined to one stack of all their matrices.
 
     Under fast numerics all products qualify, and on CUDA decompositions do too if a stack of them is faster. Measured
     rates decide that (`eigh` and `eigh_batched`). Without such rates the version of torch decides
@@ -44,13 +42,16 @@ class Batching:
     def _stacked(self, placed: Placed, machine: Machine) -> Placed:
         """A cut with a compute graph for stacks; the cut itself if nothing starts a stack."""
 
-        def own(node: fx.Node) -> bool:
-            return stackable(node, machine, self.exact)
-
         if not stacks(placed, machine, self.exact):
             return placed
-        wires = [w.name for w in placed.gather] if placed.kind.sharded else []
-        lifted = lift_stacked(placed.compute, wires, placed.template.numbers, own, foreach=machine.device == "cpu")
+        lifted = lift_stacked(
+            placed.compute,
+            [w.name for w in placed.gather] if placed.kind.sharded else [],
+            placed.template.numbers,
+            runs_on_stack(placed, machine, self.exact),
+            foreach=machine.device == "cpu",
+            matrices=num_matrices(placed),
+        )
         return replace(placed, stacked=lifted)
 
 

@@ -109,6 +109,19 @@ def stack(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values))
 
 
+def join(values: Sequence[Tensor]) -> Tensor:
+    """Join n stacks [e, ...] to one stack [n * e, ...]; transposed matrices stay transposed, as in `stack`."""
+    first = values[0]
+    if not first.is_contiguous() and first.device.type == "cpu" and first.ndim == 3 and first.mT.is_contiguous():
+        return torch.cat([value.mT for value in values]).mT
+    return torch.cat(list(values))
+
+
+def divide(values: Tensor, matrices: int) -> Sequence[Tensor]:
+    """Split one stack [n * e, ...] into n views [e, ...]."""
+    return list(values.split(matrices))
+
+
 def unstack(values: Tensor) -> list[Tensor]:
     """Split one tensor [n, ...] into n views [...]."""
     return list(values.unbind(0))

@@ -62,9 +62,17 @@ class Lifter:
                     home = self.stacks
                 elif node.target in self._single_names:
                     home = self.singles
-                home[node] = self.graph.placeholder(str(node.target))
+                home[node] = self.placeholder(node, home is self.stacks)
             elif node.op == "call_function":
                 self._call(node)
+
+    def placeholder(self, node: fx.Node, stacked: bool) -> fx.Node:
+        """Add an input."""
+        return self.graph.placeholder(str(node.target))
+
+    def result(self, node: fx.Node) -> fx.Node:
+        """The value of a node as a result: a stack if it is one."""
+        return self.stacks[node] if node in self.stacks else self.listed(node)
 
     def _call(self, node: fx.Node) -> None:
         operands = node.all_input_nodes
@@ -141,6 +149,57 @@ class Lifter:
         return self.graph.call_function(STACKED_PRODUCTS.get(source, source), args, kwargs)
 
 
+class JoinedLifter(Lifter):
+    """Lifts a graph of stacks: n stacks `[e, ...]` are joined to one `[n * e, ...]`, on which the same operators run.
+
+    Args:
+        matrices: e, how many matrices the stack of each task has.
+    """
+
+    def __init__(
+        self,
+        stacked: Iterable[str],
+        single: Iterable[str],
+        stackable: Callable[[fx.Node], bool],
+        foreach: bool,
+        matrices: int,
+    ) -> None:
+        super().__init__(stacked, single, stackable, foreach)
+        self.matrices = matrices
+
+    def placeholder(self, node: fx.Node, stacked: bool) -> fx.Node:
+        """Add an input; one that arrives as a tensor `[n, e, ...]` is joined."""
+        own = super().placeholder(node, stacked)
+        return self.graph.call_function(aten.flatten.using_ints, (own, 0, 1)) if stacked else own
+
+    def listed(self, node: fx.Node) -> fx.Node:
+        """The value of a node as a list, or as it is if all tasks share it."""
+        if node not in self.singles and node not in self.lists:
+            self.lists[node] = self.graph.call_function(program_ops.divide, (self.stacks[node], self.matrices))
+        return super().listed(node)
+
+    def stack(self, node: fx.Node) -> fx.Node:
+        """The value of a node as one tensor `[n * e, ...]`."""
+        if node not in self.stacks:
+            self.stacks[node] = self.graph.call_function(program_ops.join, (self.lists[node],))
+        return self.stacks[node]
+
+    def result(self, node: fx.Node) -> fx.Node:
+        """The value of a node as a result: `[n, e, ...]` if it is stacked."""
+        if node not in self.stacks:
+            return super().result(node)
+        return self.graph.call_function(aten.unflatten.int, (self.stacks[node], 0, [-1, self.matrices]))
+
+    def _stacked_call(self, node: fx.Node) -> fx.Node:
+        def operand(n: fx.Node) -> fx.Node:
+            return self.singles[n] if n in self.singles else self.stack(n)
+
+        target: Any = node.target
+        args: Any = fx.map_arg(node.args, operand)
+        kwargs: Any = fx.map_arg(node.kwargs, operand)
+        return self.graph.call_function(target, args, kwargs)
+
+
 @dataclass(frozen=True)
 class LoopOver:
     """Target of a node in a lifted graph: `program_ops.each` of something that is no operator.
@@ -202,7 +261,7 @@ def factorization(node: fx.Node) -> str:
 
 def starts_stack(node: fx.Node) -> bool:
     """Whether a node gains enough from a stack to stack its operands, which copies them."""
-    return product(node) or bool(factorization(node))
+    return product(node) or node.target in STACKED_PRODUCTS.values() or bool(factorization(node))
 
 
 def in_place_variant(target: Any) -> Any:
@@ -238,18 +297,22 @@ def lift_stacked(
     stackable: Callable[[fx.Node], bool],
     *,
     foreach: bool,
+    matrices: int = 0,
 ) -> Stacked:
     """Lift a compute graph to stacks where `stackable` allows it, and to lists elsewhere.
 
     Args:
         stacked: names of placeholders that arrive as one tensor [n, ...].
+        matrices: how many matrices a task has if it is a stack itself.
     """
     names = tuple(stacked)
     lifter = Lifter(names, single, stackable, foreach)
+    if matrices:
+        lifter = JoinedLifter(names, single, stackable, foreach, matrices)
     lifter.lift(graph)
     results = outputs(graph)
     whole = tuple(n in lifter.stacks for n in results)
-    lifter.graph.output(tuple(lifter.stacks[n] if s else lifter.listed(n) for n, s in zip(results, whole, strict=True)))
+    lifter.graph.output(tuple(map(lifter.result, results)))
     return Stacked(lifter.graph, names, whole)
 
 

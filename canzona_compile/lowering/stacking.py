@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import addend, factors, flips, turned
-from canzona_compile.ir.bit_exactness import batches_equal, position_free
+from canzona_compile.ir.bit_exactness import ALIGNMENT, batches_equal, placed_equally, position_free, reductions_equal
 from canzona_compile.ir.fx_utils import pointwise, tensor_value
+from canzona_compile.ir.program_ops import EachMatrix
 from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lowering.batch_graph import REDUCTIONS, factorization, product, starts_stack
@@ -18,6 +21,10 @@ from canzona_compile.machine.hardware import Machine, hardware_of
 
 aten = torch.ops.aten
 
+# Operators of a stack that depend on no number of matrices.
+JOINED = frozenset(
+    {aten.bmm.default, aten.baddbmm.default, aten.permute.default, aten.unsqueeze.default, SYM_GEMM, GEMM_AXPBY}
+)
 # Operators that take dims, and where the dims are among their arguments.
 DIMS: dict[Any, slice] = {
     aten.diagonal.default: slice(2, 4),
@@ -28,7 +35,20 @@ DIMS: dict[Any, slice] = {
 
 def stacks(placed: Placed, machine: Machine, exact: bool) -> bool:
     """Whether something in a cut starts a stack of the tasks' matrices."""
-    return any(starts_stack(n) and stackable(n, machine, exact) for n in placed.compute.nodes)
+    on_stack = runs_on_stack(placed, machine, exact)
+    return any(starts_stack(n) and on_stack(n) for n in placed.compute.nodes)
+
+
+def runs_on_stack(placed: Placed, machine: Machine, exact: bool) -> Callable[[fx.Node], bool]:
+    """What tells which operators of a cut may run on a stack of the tasks' operands."""
+    if matrices := num_matrices(placed):
+        return joinable(placed.compute, matrices, machine, exact).__contains__
+    return partial(stackable, machine=machine, exact=exact)
+
+
+def num_matrices(placed: Placed) -> int:
+    """How many matrices a task has that is a stack itself, with one dim for them; 0 for all other tasks."""
+    return placed.template.shape[0] if placed.template.batch_dims == 1 else 0
 
 
 def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
@@ -50,14 +70,46 @@ def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
         return negative_dims(node)
     if node.target in (aten.permute.default, PAD_CAST):
         return True
-    if node.target in REDUCTIONS:  # CUDA promises no bits of a sum, and launches cost more than they compute
+    if node.target in REDUCTIONS:
         operand = tensor_value(node.all_input_nodes[0])
-        return machine.device == "cuda" and operand is not None and operand.ndim > 0
+        return (not exact or reductions_equal(machine)) and operand is not None and operand.ndim > 0
     # A 0-d operand never widens the dtype of the result, but a stack [n, 1, 1] of such operands may.
     operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
     same = all(v.dtype == value.dtype for v in operands)
     equal = not exact or position_free(node, machine)
     return pointwise(node) and equal and (same or node.target is aten._to_copy.default)
+
+
+def joinable(graph: fx.Graph, matrices: int, machine: Machine, exact: bool) -> set[fx.Node]:
+    """The nodes of a graph of a stack that run on several stacks joined to one, as they run on each.
+
+    Args:
+        matrices: of the stack. Values of the graph that begin with this dim have an entry per matrix, if they are
+            inputs or made of such.
+    """
+    many: set[fx.Node] = set()
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = tensor_value(node)
+        tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]
+        if node.op == "placeholder" and value is not None and value.shape[:1] == (matrices,):
+            many.add(node)
+        elif node.op == "call_function" and not many.isdisjoint(tensors):
+            many.add(node)
+            fits = many.issuperset(tensors) and joins(node, machine, exact)
+            found |= {node} if fits else set()
+    return found
+
+
+def joins(node: fx.Node, machine: Machine, exact: bool) -> bool:
+    """Whether an operator runs on more matrices as on fewer."""
+    value = tensor_value(node)
+    if pointwise(node):
+        aligned = value is not None and value[0].numel() % ALIGNMENT == 0
+        return not exact or placed_equally(node, machine, aligned)
+    if node.target in REDUCTIONS:
+        return True  # over dims that count from the end
+    return isinstance(node.target, EachMatrix) or node.target in JOINED
 
 
 def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:

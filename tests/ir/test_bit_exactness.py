@@ -19,6 +19,7 @@ from canzona_compile.ir.bit_exactness import (
     foreach_equal,
     placed_equally,
     position_free,
+    reductions_equal,
 )
 from canzona_compile.lowering.batch_graph import FOREACH
 from canzona_compile.machine.hardware import Machine
@@ -385,3 +386,30 @@ def test_batched_products_of_the_smallest_shapes(target: Any) -> None:
     for m, k, n in itertools.product((16, 32), repeat=3):
         if batches_equal(target, (m, k, n), torch.bfloat16, CPU):
             assert not any(batches_differ(target, m, k, n, random) for _ in range(400)), (m, k, n)
+
+
+# -- reductions of stacks ----------------------------------------------------------------------------
+
+REDUCE = {
+    "norm": lambda x, dims: torch.linalg.vector_norm(x, dim=dims),
+    "sum": lambda x, dims: x.sum(dim=dims),
+    "mean": lambda x, dims: x.mean(dim=dims),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", REDUCE)
+def test_reductions_of_a_stack(name: str, dtype: torch.dtype) -> None:
+    assert reductions_equal(CPU)
+    assert not reductions_equal(Machine("cpu", "gloo", 2))
+    random = torch.Generator().manual_seed(0)
+    for number in range(200):
+        m, n = (int(torch.randint(1, 97, (), generator=random)) for _ in range(2))
+        stack = torch.randn(3, m, n, generator=random).to(dtype)
+        stack = stack.mT if number % 3 == 0 else stack
+        alone = [matrix.clone() for matrix in stack]
+        for dims in ((-2, -1), (-1,), (-2,)):
+            each = torch.stack([REDUCE[name](matrix, dims) for matrix in alone])
+            assert torch.equal(REDUCE[name](stack, dims), each)
+        each = torch.stack([REDUCE[name](matrix, None) for matrix in alone])
+        assert torch.equal(REDUCE[name](stack, (-2, -1)), each)

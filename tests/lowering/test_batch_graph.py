@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -263,8 +264,8 @@ def test_parts_of_lists_and_stacks() -> None:
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
-def test_norms_and_sums_of_a_stack_run_at_once_on_cuda(keepdim: bool) -> None:
-    """On CPU, where their bits are promised, they loop."""
+def test_norms_and_sums_of_a_stack_run_at_once(keepdim: bool) -> None:
+    """On CPU, where their bits are promised, they loop if several threads share one."""
     b = Builder(x=empty((6, 4)))
     norm = b.call("norm", aten.linalg_vector_norm.default, b["x"], 2, None, keepdim)
     rows = b.call("rows", aten.sum.dim_IntList, b["x"], [1], True)
@@ -273,7 +274,8 @@ def test_norms_and_sums_of_a_stack_run_at_once_on_cuda(keepdim: bool) -> None:
     tasks = [{"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(i))} for i in range(3)]
     for machine, targets in (
         (Machine("cuda", "nccl", 1), {aten.linalg_vector_norm.default, aten.sum.dim_IntList}),
-        (CPU, set()),
+        (CPU, {aten.linalg_vector_norm.default, aten.sum.dim_IntList}),
+        (replace(CPU, threads=2), set()),
     ):
         lifted = lift_stacked(graph, ["x"], (), lambda n, m=machine: stackable(n, m, True), foreach=False)
         called = [n.target for n in lifted.graph.nodes if n.op == "call_function"]

@@ -1,0 +1,190 @@
+"""`muon_adamw` of models with experts: what Muon trains, and the bits of the unsharded run in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from canzona_compile import hidden_matrices, muon_adamw
+from canzona_compile.api.whole_model import plain_muon_adamw
+from tests.harness.layouts import full as gathered
+from tests.harness.layouts import mesh_of
+from tests.harness.marks import crossed, first, full
+from tests.harness.moe_models import MODELS, moe_model
+from tests.harness.optimizers import shared_captures
+from tests.harness.ranks import run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the imports of transformers and torchtitan
+STEPS = 3
+LR = 0.02
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_muon_trains_nine_tenths(name: str) -> None:
+    """Of what is no embedding and no head."""
+    model = moe_model(name)
+    choice = hidden_matrices(model, batch_dims=True)
+    outside = {row.name for row in choice.rows if "embedding" in row.why or "output head" in row.why}
+    elements = {row.name: row.elements for row in choice.rows if row.name not in outside}
+    trained = sum(elements[name] for name, _ in choice.matrices)
+    assert trained >= 0.9 * sum(elements.values())
+    assert {row.kind for row in choice.rows if "stack of 4 experts" in row.why} == {"matrix"}
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+def fsdp(model: nn.Module, mesh: DeviceMesh, dim: int = 0) -> None:
+    """FSDP2, experts along this dim where it divides."""
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        return Shard(dim) if param.ndim == 3 and param.shape[dim] % mesh.size(mesh.ndim - 1) == 0 else None
+
+    fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+
+
+def placed(model: nn.Module, mesh: DeviceMesh, experts: list[Placement], others: list[Placement]) -> None:
+    """Every parameter as a DTensor."""
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            placements = experts if param.ndim == 3 and "conv" not in type(module).__name__.lower() else others
+            own = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
+            setattr(module, name, nn.Parameter(own))
+
+
+def line(ranks: int) -> DeviceMesh:
+    return mesh_of((ranks,), ("line",))
+
+
+def plane(ranks: int) -> DeviceMesh:
+    return mesh_of((2, ranks // 2), ("outer", "inner"))
+
+
+LAYOUTS: dict[str, Callable[[nn.Module, int], None]] = {
+    "fsdp": lambda model, ranks: fsdp(model, line(ranks)),
+    "fsdp dim 1": lambda model, ranks: fsdp(model, line(ranks), 1),
+    "hsdp": lambda model, ranks: fsdp(model, plane(ranks)),
+    "ep": lambda model, ranks: placed(model, line(ranks), [Shard(0)], [Replicate()]),
+    "ep fsdp": lambda model, ranks: placed(model, plane(ranks), [Shard(0), Shard(1)], [Replicate(), Shard(0)]),
+    "ep fsdp dim 0": lambda model, ranks: placed(model, plane(ranks), [Shard(0), Shard(0)], [Shard(0), Shard(0)]),
+    "tp": lambda model, ranks: placed(model, line(ranks), [Shard(2)], [Shard(0)]),
+    "zero1": lambda model, ranks: None,
+}
+
+
+def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(param.shape, generator=random) for name, param in model.named_parameters()}
+
+
+def give(model: nn.Module, grads: dict[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        grad = grads[name].clone()
+        if isinstance(param, DTensor):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = grad
+
+
+def plain_of(name: str) -> tuple[nn.Module, Any]:
+    """The unsharded model, and the chain of plain optimizers."""
+    whole = moe_model(name)
+    choice = hidden_matrices(whole, batch_dims=True)
+    return whole, plain_muon_adamw(choice.matrices, choice.others, lr=LR)
+
+
+def sharded(name: str, layout: str, ranks: int) -> tuple[nn.Module, Any]:
+    """The model in a layout, and what `muon_adamw` makes of it."""
+    model = moe_model(name)
+    zero1 = line(ranks) if layout == "zero1" and ranks > 1 else None
+    if ranks > 1:
+        LAYOUTS[layout](model, ranks)
+    with shared_captures():
+        return model, muon_adamw(model, lr=LR, zero1=zero1)
+
+
+def different(model: nn.Module, whole: nn.Module) -> list[str]:
+    """The parameters that have other bits than in the unsharded model."""
+    pairs = zip(model.named_parameters(), whole.parameters(), strict=True)
+    return [own for (own, param), other in pairs if not torch.equal(gathered(param), other.detach())]
+
+
+def train(name: str, layout: str, ranks: int) -> list[str]:
+    (whole, plain), (model, optimizer) = plain_of(name), sharded(name, layout, ranks)
+    for step in range(STEPS):
+        grads = gradients(whole, step)
+        give(whole, grads)
+        if layout == "zero1":  # what ranks average
+            losses = [(param * grads[own]).sum() for own, param in model.named_parameters()]
+            torch.stack(losses).sum().backward()
+        else:
+            give(model, grads)
+        for own in (plain, optimizer):
+            own.step()
+            own.zero_grad()
+    assert optimizer.canzona.report().fallbacks == {}
+    return different(model, whole)
+
+
+CASES = [("hsdp", 4), ("ep fsdp", 4), ("ep fsdp dim 0", 4), ("fsdp dim 1", 2), ("ep", 2), ("tp", 2), ("zero1", 2)]
+CASES += [("fsdp", 2)]
+MORE = [(layout, 4) for layout, ranks in CASES if ranks == 2]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [*crossed(MODELS, CASES), *(full(name, case) for name in MODELS for case in MORE)],
+    ids=str,
+)
+def test_bits_of_the_unsharded_run(name: str, case: tuple[str, int]) -> None:
+    layout, ranks = case
+    assert run(ranks, train, name, layout, ranks, after=partial(train, name, layout, 1)) == [[]] * ranks
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def go_on(name: str, layout: str, ranks: int, folder: str, begin: int) -> list[str]:
+    """Load what other ranks saved, if they did, train for two steps, and save."""
+    (whole, plain), (model, optimizer) = plain_of(name), sharded(name, layout, ranks)
+    if begin:
+        parts = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(parts, checkpoint_id=folder)
+        set_model_state_dict(model, parts["model"])
+        set_optimizer_state_dict(model, optimizer, parts["optimizer"])
+    for step in range(begin + 2):
+        grads = gradients(whole, step)
+        give(whole, grads)
+        plain.step()
+        if step >= begin:
+            give(model, grads)
+            optimizer.step()
+            optimizer.zero_grad()
+    parts = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(parts, checkpoint_id=folder)
+    return different(model, whole)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", first(["mixtral", *(own for own in MODELS if own != "mixtral")]))
+def test_checkpoints_go_to_other_numbers_of_ranks_and_back(name: str, tmp_path: Path) -> None:
+    for i, (layout, ranks) in enumerate([("fsdp dim 1", 2), ("ep fsdp", 4), ("tp", 2), ("fsdp", 1)]):
+        ready = partial(train, name, layout, 1)
+        assert run(ranks, go_on, name, layout, ranks, str(tmp_path), 2 * i, after=ready) == [[]] * ranks
