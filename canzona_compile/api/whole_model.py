@@ -13,10 +13,13 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from canzona_compile.api.chain import Chain, chain
 from canzona_compile.api.choice import Choice, hidden_matrices
-from canzona_compile.api.wrap import wrap
+from canzona_compile.api.wrap import names_in, wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import StepOptions, WrapOptions
+from canzona_compile.ir.plan_file import read_plan
+from canzona_compile.ir.split import Split
+from canzona_compile.session.params import named_params
 
 OPTIONS = WrapOptions.__optional_keys__ | {"model"}
 OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
@@ -53,6 +56,8 @@ def optimizer_for(
         batch_dims: whether the first one takes stacks of matrices, such as experts; see `hidden_matrices`.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
+            `split="auto"`, the default, splits the fused weights of `hidden_matrices(model).splits`, but none if
+            `layout=` is given. A mapping splits what it names and nothing else; None splits nothing.
 
     Returns:
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are both, or the first.
@@ -99,6 +104,8 @@ def muon_adamw(
         adamw: further arguments of `torch.optim.AdamW`, such as {"betas": (0.9, 0.95)}. They win likewise.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
+            `split="auto"`, the default, splits the fused weights of `hidden_matrices(model).splits`, but none if
+            `layout=` is given. A mapping splits what it names and nothing else; None splits nothing.
 
     Returns:
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
@@ -231,6 +238,10 @@ def built(
             f"or use {name_of(kinds[1])} for this model (a pipeline stage may have no hidden matrix)",
         )
     made = chained(choice.matrices, choice.others, *kinds)
+    if options.get("split", "auto") == "auto":
+        options = {**options, "split": splits_in(made, model, choice, options)}
+        if options["split"] and zero1 is None:
+            options.setdefault("model", model)  # gives their names to parameters of an optimizer that keeps none
     return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)
 
 
@@ -239,6 +250,19 @@ def chained(
 ) -> Chain:
     """Make both optimizers, the second one unless there are no others, and chain them."""
     return chain(matrix_optimizer(list(matrices)), *([other_optimizer(list(others))] if others else []))
+
+
+def splits_in(made: Chain, model: nn.Module, choice: Choice, options: Mapping[str, Any]) -> dict[str, Split]:
+    """The parts that `split="auto"` stands for: of weights that the optimizers hold under the model's names."""
+    held = {id(param) for own in made.optimizers for group in own.param_groups for param in group["params"]}
+    if options.get("layout") is not None or not held <= {id(param) for param in model.parameters()}:
+        return {}  # fragments may be packed, and copies, such as master weights, have no names
+    found = {name for own in made.optimizers for name, _, _ in named_params(own, names_in(model, own))}
+    splits = {name: split for name, split in choice.splits.items() if name in found}
+    if options.get("plan") is not None:
+        planned = {task.name for task in read_plan(options["plan"]).tasks}
+        splits = {name: split for name, split in splits.items() if f"{name}[{split.parts[0][0]}]" in planned}
+    return splits
 
 
 def name_of(made_by: MakesOptimizer) -> str:
