@@ -176,7 +176,9 @@ def hidden_matrices(
         split, words = parts_of(survey, param) if kind == "matrix" else (None, "")
         if split is not None:
             splits[name] = split
-        rows.append(Row(name, tuple(param.shape), kind, "; ".join(filter(None, (why, words)))))
+        if words:
+            why = words if why == "hidden matrix" else f"{why}; {words}"
+        rows.append(Row(name, tuple(param.shape), kind, why))
     chosen: dict[str, NamedParams] = {
         kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS
     }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from canzona_compile import Split
+from canzona_compile.api.fused import experts
 from canzona_compile.ir.split import rows_of
 from tests.api.choice_models import ARCHITECTURES, BERT, DECODER, MOE, made
 
@@ -55,7 +60,7 @@ class Fused:
     """A fused weight of a model.
 
     Attributes:
-        weight: how its name ends.
+        weight: how its name ends: what is before the slash is in the path of the module.
         words: what `hidden_matrices` says of it.
         method: of its module, which returns what the parts become, in order; else the attention function takes that.
         run: calls the model.
@@ -88,10 +93,10 @@ def crossing() -> nn.Module:
 QKV = "q, k and v in "
 MLP = "gate and up in halves of rows"
 ATTENTIONS = {
-    "gpt2": Fused(ARCHITECTURES["gpt2"].make, "attn.c_attn.weight", QKV + "thirds of columns"),
+    "gpt2": Fused(ARCHITECTURES["gpt2"].make, "attn/c_attn.weight", QKV + "thirds of columns"),
     "gpt2-cross": Fused(
         crossing,
-        "crossattention.c_attn.weight",
+        "crossattention/c_attn.weight",
         "k and v in halves of columns",
         run=lambda m: m(TOKENS, encoder_hidden_states=torch.randn(1, 5, 32)),
     ),
@@ -144,46 +149,57 @@ ATTENTIONS = {
     "torch": Fused(Attention, "in_proj_weight", QKV + "thirds of rows", run=lambda m: m(torch.randn(2, 5, 32))),
 }
 GATES = {
-    "qwen3-moe": Fused(ARCHITECTURES["qwen3-moe"].make, "experts.gate_up_proj", MLP),
-    "qwen3-next": Fused(made("Qwen3NextModel", "Qwen3NextConfig", **NEXT), "experts.gate_up_proj", MLP),
-    "mixtral": Fused(ARCHITECTURES["mixtral"].make, "experts.gate_up_proj", MLP),
-    "deepseek-v3": Fused(ARCHITECTURES["deepseek-v3"].make, "experts.gate_up_proj", MLP),
-    "glm4-moe": Fused(made("Glm4MoeModel", "Glm4MoeConfig", **GLM_MOE), "experts.gate_up_proj", MLP),
+    "qwen3-moe": Fused(ARCHITECTURES["qwen3-moe"].make, "experts/gate_up_proj", MLP),
+    "qwen3-next": Fused(made("Qwen3NextModel", "Qwen3NextConfig", **NEXT), "experts/gate_up_proj", MLP),
+    "mixtral": Fused(ARCHITECTURES["mixtral"].make, "experts/gate_up_proj", MLP),
+    "deepseek-v3": Fused(ARCHITECTURES["deepseek-v3"].make, "experts/gate_up_proj", MLP),
+    "glm4-moe": Fused(made("Glm4MoeModel", "Glm4MoeConfig", **GLM_MOE), "experts/gate_up_proj", MLP),
     "llama4": Fused(
         made("Llama4ForCausalLM", "Llama4TextConfig", **LLAMA4),
-        "experts.gate_up_proj",
+        "experts/gate_up_proj",
         "gate and up in halves of columns",
     ),
-    "gpt-oss": Fused(ARCHITECTURES["gpt-oss"].make, "experts.gate_up_proj", "gate and up in alternating columns"),
+    "gpt-oss": Fused(ARCHITECTURES["gpt-oss"].make, "experts/gate_up_proj", "gate and up in alternating columns"),
     "phi3": Fused(made("Phi3Model", "Phi3Config", **DECODER), "gate_up_proj.weight", MLP),
     "glm": Fused(made("GlmModel", "GlmConfig", **DECODER, head_dim=8), "gate_up_proj.weight", MLP),
     "glm4": Fused(made("Glm4Model", "Glm4Config", **DECODER, head_dim=8), "gate_up_proj.weight", MLP),
 }
 
 
-class Probe:
-    """A module with a fused weight, as its model calls it."""
+def arguments(fused: Fused, model: nn.Module, module: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """The arguments with which a model calls a module for the first time, but not its cache."""
+    taken: list[Any] = []
+    handle = module.register_forward_pre_hook(lambda _, *given: taken.append(given), with_kwargs=True)
+    fused.run(model)
+    handle.remove()
+    args, kwargs = taken[0]
+    return args, {key: value for key, value in kwargs.items() if key not in ("past_key_values", "layer_past")}
 
-    def __init__(self, fused: Fused, name: str, model: nn.Module, split: Split) -> None:
-        torch.manual_seed(0)
-        self.fused, self.split = fused, split
-        with torch.no_grad():
-            for own, param in model.named_parameters():
-                param.normal_(std=0.2)
-                if own.endswith("bias"):
-                    param.zero_()
-        self.weight = model.get_parameter(name)
-        path = name.removesuffix("weight").removesuffix(".").rpartition(".")[0]
-        self.module: Any = model.get_submodule(path.removesuffix(".in_proj"))
-        taken: list[Any] = []
-        handle = self.module.register_forward_pre_hook(
-            lambda _, args, kwargs: taken.append((args, kwargs)), with_kwargs=True
-        )
-        fused.run(model)
-        handle.remove()
-        self.args, self.kwargs = taken[0]
-        for kind in ("past_key_values", "layer_past", "cache_params"):
-            self.kwargs.pop(kind, None)
+
+def drawn(model: nn.Module) -> None:
+    """Draw all parameters anew. Biases are zero, so that zero weights give zero."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.normal_(std=0.2)
+            if name.endswith("bias"):
+                param.zero_()
+
+
+class Probe:
+    """A module with a fused weight, and the arguments of a call."""
+
+    def __init__(self, module: Any, weight: nn.Parameter, split: Split, called: Any, method: str = "") -> None:
+        self.module, self.weight, self.split, self.method = module, weight, split, method
+        self.args, self.kwargs = called
+
+    @classmethod
+    def of(cls, fused: Fused, model: nn.Module, name: str, split: Split) -> Probe:
+        """The module of a model with the weight of this name, as the model calls it."""
+        drawn(model)
+        module = model.get_submodule(name.removesuffix(fused.weight.rpartition("/")[2]).removesuffix("."))
+        called = arguments(fused, model, module)
+        return cls(module, model.get_parameter(name), split, called, fused.method)
 
     @contextmanager
     def scaled(self, part: str, factor: float) -> Iterator[None]:
@@ -204,12 +220,12 @@ class Probe:
     def became(self) -> dict[str, Tensor]:
         """What the parts of the weight become: the arguments of the attention function, or what a method returns."""
         seen: dict[str, Tensor] = {}
-        home, method = (type(self.module), self.fused.method) if self.fused.method else (functional, ATTENTION)
+        home, method = (type(self.module), self.method) if self.method else (functional, ATTENTION)
         plain = getattr(home, method)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             out = plain(*args, **kwargs)
-            seen.update(zip("qkvzba", out if self.fused.method else args[:3], strict=False))
+            seen.update(zip("qkvzba", out if self.method else args[:3], strict=False))
             return out
 
         with mock.patch.object(home, method, watched):
@@ -218,3 +234,44 @@ class Probe:
 
 
 ATTENTION = "scaled_dot_product_attention"
+
+
+class Sizes:
+    """A configuration of experts, whichever names its class has for their sizes."""
+
+    _experts_implementation = "eager"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "act" in name:
+            return "silu"
+        if "limit" in name or "cap" in name:
+            return 7.0
+        if "eps" in name:
+            return 1e-6
+        if "zero_expert" in name:
+            return 0
+        if "expert" in name and not any(word in name for word in ("size", "dim", "intermediate")):
+            return 4
+        return 6 if "intermediate" in name or "ffn" in name else 8 if "hidden" in name else 1.7
+
+
+def stacks_of_transformers() -> Iterator[tuple[str, nn.Module]]:
+    """Experts of all models of transformers that have `gate_up_proj`, with the names of their classes."""
+    transformers = pytest.importorskip("transformers")
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        text = file.read_text(encoding="utf-8")
+        for name in re.findall(r"^class (\w*Experts)\(nn\.Module\)", text, re.MULTILINE):
+            body = text.partition(f"class {name}(")[2].partition("\nclass ")[0]
+            if "self.gate_up_proj = nn.Parameter" in body:
+                module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+                yield f"{file.parent.name}.{name}", getattr(module, name)(Sizes())
+
+
+def called_as_experts(module: nn.Module) -> Probe:
+    """Experts of a stack, called with tokens that are spread over all of them."""
+    drawn(module)
+    split = experts(module)
+    called = torch.randn(8, 8), torch.arange(8).view(8, 1) % 4, torch.rand(8, 1)
+    return Probe(module, module.get_parameter("gate_up_proj"), split, (called, {}))
