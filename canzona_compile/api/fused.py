@@ -49,8 +49,6 @@ def hf(*names: str) -> tuple[str, ...]:
 
 def experts(module: Any) -> Split:
     """Gate and up of a stack whose class says how they lie, as kernels of transformers ask it."""
-    if not module.has_gate:
-        raise AttributeError("the experts have no gate")
     half = module.down_proj.shape[1 if module.is_transposed else 2]
     dim = 2 if module.is_transposed else 1
     return Split({"gate": half, "up": half}, dim=dim, interleaved=1 if module.is_concatenated else half)
@@ -110,7 +108,7 @@ FORMS = (
         lambda m: qkv(m.num_heads, m.num_kv_heads, m.head_dim, blocks=m.num_kv_heads),
     ),
     FusedWeight(
-        hf("qwen3_next.Qwen3NextAttention"),
+        hf("qwen3_next.Qwen3NextAttention", "qwen3_5.Qwen3_5Attention", "qwen3_5_moe.Qwen3_5MoeAttention"),
         "q_proj.weight",
         lambda m: by_head("q gate", m.config.num_attention_heads, m.head_dim),
     ),
@@ -125,6 +123,11 @@ FORMS = (
         hf("qwen3_next.Qwen3NextGatedDeltaNet"),
         "in_proj_ba.weight",
         lambda m: by_head("b a", m.num_k_heads, m.num_v_heads // m.num_k_heads),
+    ),
+    FusedWeight(
+        hf("qwen3_5.Qwen3_5GatedDeltaNet", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet"),
+        "in_proj_qkv.weight",
+        lambda m: Split({"q": m.key_dim, "k": m.key_dim, "v": m.value_dim}),
     ),
     FusedWeight(("torch.nn.*.MultiheadAttention",), "in_proj_weight", lambda m: equal("q k v", m.embed_dim)),
 )

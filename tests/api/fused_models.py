@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class Fused:
     Attributes:
         weight: how its name ends: what is before the slash is in the path of the module.
         words: what `hidden_matrices` says of it.
-        method: of its module, which returns what the parts become, in order; else the attention function takes that.
+        method: of its module, which returns what the parts become, in order.
+        function: in the file of its module, which takes that; without either, torch's attention does.
         run: calls the model.
     """
 
@@ -70,6 +72,7 @@ class Fused:
     weight: str
     words: str
     method: str = ""
+    function: str = ""
     run: Callable[[Any], object] = lambda model: model(TOKENS)
 
 
@@ -90,6 +93,7 @@ def crossing() -> nn.Module:
     return made("GPT2Model", "GPT2Config", **options, add_cross_attention=True)()
 
 
+CACHES = ("past_key_values", "layer_past", "cache_params")
 QKV = "q, k and v in "
 MLP = "gate and up in halves of rows"
 ATTENTIONS = {
@@ -146,6 +150,28 @@ ATTENTIONS = {
     "qwen3-next-gated": Fused(
         made("Qwen3NextModel", "Qwen3NextConfig", **NEXT), "q_proj.weight", "q and gate in each of 4 blocks of rows"
     ),
+    "qwen3.5-qkv": Fused(
+        made("Qwen3_5TextModel", "Qwen3_5TextConfig", **NEXT),
+        "in_proj_qkv.weight",
+        QKV + "12, 12 and 32 rows",
+        function="torch_chunk_gated_delta_rule",
+    ),
+    "qwen3.5-gated": Fused(
+        made("Qwen3_5TextModel", "Qwen3_5TextConfig", **NEXT),
+        "q_proj.weight",
+        "q and gate in each of 4 blocks of rows",
+    ),
+    "qwen3.5-moe-qkv": Fused(
+        made("Qwen3_5MoeTextModel", "Qwen3_5MoeTextConfig", **NEXT),
+        "in_proj_qkv.weight",
+        QKV + "12, 12 and 32 rows",
+        function="torch_chunk_gated_delta_rule",
+    ),
+    "qwen3.5-moe-gated": Fused(
+        made("Qwen3_5MoeTextModel", "Qwen3_5MoeTextConfig", **NEXT),
+        "q_proj.weight",
+        "q and gate in each of 4 blocks of rows",
+    ),
     "torch": Fused(Attention, "in_proj_weight", QKV + "thirds of rows", run=lambda m: m(torch.randn(2, 5, 32))),
 }
 GATES = {
@@ -173,7 +199,7 @@ def arguments(fused: Fused, model: nn.Module, module: nn.Module) -> tuple[Any, d
     fused.run(model)
     handle.remove()
     args, kwargs = taken[0]
-    return args, {key: value for key, value in kwargs.items() if key not in ("past_key_values", "layer_past")}
+    return args, {key: value for key, value in kwargs.items() if key not in CACHES}
 
 
 def drawn(model: nn.Module) -> None:
@@ -189,8 +215,10 @@ def drawn(model: nn.Module) -> None:
 class Probe:
     """A module with a fused weight, and the arguments of a call."""
 
-    def __init__(self, module: Any, weight: nn.Parameter, split: Split, called: Any, method: str = "") -> None:
-        self.module, self.weight, self.split, self.method = module, weight, split, method
+    def __init__(
+        self, module: Any, weight: nn.Parameter, split: Split, called: Any, fused: Fused | None = None
+    ) -> None:
+        self.module, self.weight, self.split, self.fused = module, weight, split, fused
         self.args, self.kwargs = called
 
     @classmethod
@@ -199,7 +227,7 @@ class Probe:
         drawn(model)
         module = model.get_submodule(name.removesuffix(fused.weight.rpartition("/")[2]).removesuffix("."))
         called = arguments(fused, model, module)
-        return cls(module, model.get_parameter(name), split, called, fused.method)
+        return cls(module, model.get_parameter(name), split, called, fused)
 
     @contextmanager
     def scaled(self, part: str, factor: float) -> Iterator[None]:
@@ -219,21 +247,25 @@ class Probe:
 
     def became(self) -> dict[str, Tensor]:
         """What the parts of the weight become: the arguments of the attention function, or what a method returns."""
+        assert self.fused is not None
+        method = self.fused.method
         seen: dict[str, Tensor] = {}
-        home, method = (type(self.module), self.method) if self.method else (functional, ATTENTION)
-        plain = getattr(home, method)
+        home: Any = functional
+        name = "scaled_dot_product_attention"
+        if self.fused.function:
+            home, name = sys.modules[type(self.module).__module__], self.fused.function
+        if method:
+            home, name = type(self.module), method
+        plain = getattr(home, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             out = plain(*args, **kwargs)
-            seen.update(zip("qkvzba", out if self.method else args[:3], strict=False))
+            seen.update(zip("qkvzba", out if method else args[:3], strict=False))
             return out
 
-        with mock.patch.object(home, method, watched):
+        with mock.patch.object(home, name, watched):
             output = self.output()
         return {**{key: value.detach() for key, value in seen.items()}, "output": output}
-
-
-ATTENTION = "scaled_dot_product_attention"
 
 
 class Sizes:

@@ -49,10 +49,10 @@ def apart(model: str, name: str, weight: Tensor) -> list[Tensor]:
     return [part.clone(memory_format=torch.contiguous_format) for part in cut(weight.detach())]
 
 
-def wrapped(model: str, trained: nn.Module) -> Any:
+def wrapped(model: str, trained: nn.Module, **options: Any) -> Any:
     """The optimizer of a line."""
     if model == "phi3":
-        return canzona_compile.muon_adamw(trained, lr=RATE)
+        return canzona_compile.muon_adamw(trained, lr=RATE, **options)
     return canzona_compile.optimizer_for(trained, **STACKS, others="*.weight", batch_dims=True)
 
 
@@ -70,8 +70,8 @@ def plain(model: str, parts: dict[str, list[nn.Parameter]]) -> list[Optimizer]:
     return [StackMuon([{"params": first}], lr=RATE), AdamW(rest, lr=RATE)]
 
 
-def train(model: str, steps: int = 3) -> dict[str, Any]:
-    """Train a model, sharded if there are ranks, beside plain parts; what differs, and the names of tasks."""
+def train(model: str, layout: str, steps: int = 3) -> dict[str, Any]:
+    """Train a model beside plain parts; what differs, and the names of tasks."""
     torch.manual_seed(0)
     trained: Any = MODELS[model]()
     torch.manual_seed(0)
@@ -79,20 +79,23 @@ def train(model: str, steps: int = 3) -> dict[str, Any]:
         name: [nn.Parameter(part) for part in apart(model, name, param)]
         for name, param in MODELS[model]().named_parameters()
     }
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if dist.is_initialized():
-        mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    rank, options = 0, {}
+    if layout != "alone":
+        rank, mesh = dist.get_rank(), mesh_of((dist.get_world_size(),), ("dp",))
+        options = {"zero1": mesh} if layout == "zero1" else {}
+    if layout == "fsdp":
         for layer in trained.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(trained, mesh=mesh)
     with shared_captures():
-        made = wrapped(model, trained)
+        made = wrapped(model, trained, **options)
     optimizers, found = plain(model, parts), []
     for step in range(steps):
         tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(10 * step + rank))
         trained(input_ids=tokens, labels=tokens).loss.backward()
         for name, param in trained.named_parameters():
-            for part, grad in zip(parts[name], apart(model, name, whole(param.grad)), strict=True):
+            reduced = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+            for part, grad in zip(parts[name], apart(model, name, reduced), strict=True):
                 part.grad = grad
         for own in (made, *optimizers):
             own.step()
@@ -106,7 +109,7 @@ def train(model: str, steps: int = 3) -> dict[str, Any]:
 
 def alone(model: str) -> None:
     """Train in one process, which captures what ranks need."""
-    found = train(model)
+    found = train(model, "alone")
     assert found["different"] == []
     pieces = {name for name in found["tasks"] if "[" in name}
     assert {name.rpartition(".")[2] for name in pieces} >= PIECES[model]
@@ -118,8 +121,11 @@ def test_in_one_process(model: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("model", ["phi3", full("qwen3-moe"), full("gpt-oss")])
-def test_sharded(model: str) -> None:
-    for found in run(2, train, model, after=partial(alone, model)):
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("phi3", "fsdp"), full("qwen3-moe", "fsdp"), full("gpt-oss", "fsdp"), full("phi3", "zero1")],
+)
+def test_on_ranks(model: str, layout: str) -> None:
+    for found in run(2, train, model, layout, after=partial(alone, model)):
         assert found["different"] == []
         assert {name.rpartition(".")[2] for name in found["tasks"]} >= PIECES[model]
