@@ -24,7 +24,7 @@ from canzona_compile.ir.split import Split
 
 LOOKS_FUSED = re.compile(r"qkv|query_key_value|gate_?up|up_?gate|in_proj(?!_[abz]\b)|c_attn", re.IGNORECASE)
 UNKNOWN = "whole: its parts are not known"
-FRACTIONS = {2: "halves", 3: "thirds", 4: "quarters"}
+FRACTIONS = {2: "halves", 3: "thirds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +181,10 @@ def cut_beside_fsdp(survey: Survey, site: Site, param: nn.Parameter, dim: int) -
     """Tell whether anything but FSDP2 cuts a dim. How it packed the parts, placements do not show."""
     if not isinstance(param, DTensor):
         return False
-    cuts = [own for own in map(shard_dim, param.placements) if own is not None]
+    mesh = param.device_mesh
+    cuts = [(own, mesh.size(i)) for i, own in enumerate(map(shard_dim, param.placements)) if own is not None]
     fsdp = any(isinstance(survey.modules.get(path), FSDPModule) for path in (*upwards(site.path), ""))
-    return dim in cuts[1 if fsdp else 0 :]  # the mesh dim of FSDP2 comes first
+    return any(own == dim and ranks > 1 for own, ranks in cuts[1 if fsdp else 0 :])  # FSDP2's mesh dim comes first
 
 
 def described(split: Split, ndim: int) -> str:

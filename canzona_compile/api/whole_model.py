@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from glob import escape
 from typing import Any
 
 from torch import Tensor, nn
@@ -262,7 +263,7 @@ def splits_in(made: Chain, model: nn.Module, choice: Choice, options: Mapping[st
     if options.get("plan") is not None:
         planned = {task.name for task in read_plan(options["plan"]).tasks}
         splits = {name: split for name, split in splits.items() if f"{name}[{split.parts[0][0]}]" in planned}
-    return splits
+    return {escape(name): split for name, split in splits.items()}  # patterns that match these names alone
 
 
 def name_of(made_by: MakesOptimizer) -> str:

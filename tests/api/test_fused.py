@@ -235,6 +235,11 @@ def test_optimizers_without_the_names_of_the_model(make: Any, expected: dict[str
     assert splits(made) == expected
 
 
+def test_names_that_look_like_patterns() -> None:
+    model = nn.ModuleDict({"a[b]": nn.MultiheadAttention(16, 2), "a?": nn.MultiheadAttention(16, 2)})
+    assert set(splits(canzona_compile.muon_adamw(model))) == {"a[[]b].in_proj_weight", "a[?].in_proj_weight"}
+
+
 def test_other_names_are_refused() -> None:
     with pytest.raises(canzona_compile.CanzonaError, match="split='automatic' is not"):
         canzona_compile.muon_adamw(attention(), split="automatic")
