@@ -11,11 +11,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from canzona_compile.api.fused import parts_of
 from canzona_compile.api.survey import NO_WEIGHT, ROUTER, WEIGHT, Survey, class_name, is_linear, is_wide
 from canzona_compile.compat.torch_private import is_flattened
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
 from canzona_compile.ir.canonical_names import canonical_name, canonical_params
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.split import Split
 from canzona_compile.report.page import PageModel, PageTable, Words, note
 from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_count, format_shape, plural
@@ -55,6 +57,7 @@ class Choice(Printable):
         matrices: the hidden matrices with their names, as torch.optim.Muon takes them.
         others: all other trained parameters with their names, as torch.optim.AdamW takes them.
         convolutions: the names of those hidden matrices that are weights of convolutions, which only patterns choose.
+        splits: the parts of hidden matrices that are fused weights of a known form, by name, as `split=` takes them.
     """
 
     text_width = 120
@@ -63,6 +66,7 @@ class Choice(Printable):
     matrices: NamedParams = field(compare=False)
     others: NamedParams = field(compare=False)
     convolutions: frozenset[str] = frozenset()
+    splits: Mapping[str, Split] = field(compare=False, default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The rows as dicts, lists and plain values."""
@@ -135,6 +139,8 @@ def hidden_matrices(
     A parameter of two dims on a module that is not linear is a matrix if it is named as a weight (`weight`,
     `in_proj_weight`, `gate_up_proj`, `w1`), and another parameter if not (`A_log`, `pos_embed`, `scale_shift_table`).
 
+    The reason of a fused weight says which matrices it holds, or that they are not known; `choice.splits` has them.
+
     Args:
         model: the model.
         matrices: patterns of names (as of `fnmatch`) that are hidden matrices, whatever the rules say.
@@ -160,7 +166,7 @@ def hidden_matrices(
     wanted = claims("matrices", matrices, params, trained)
     unwanted = claims("others", others, params, trained)
     check_claims(wanted, unwanted, trained)
-    survey, rows, convolutions = Survey(model), [], set[str]()
+    survey, rows, splits, convolutions = Survey(model), [], dict[str, Split](), set[str]()
     for name, param in params.items():
         pattern = wanted.get(name) or unwanted.get(name)
         if not param.requires_grad:
@@ -172,11 +178,16 @@ def hidden_matrices(
                 convolutions.add(name)
         else:
             kind, why = judge(survey, param, batch_dims)
+        split, words = parts_of(survey, param) if kind == "matrix" else (None, "")
+        if split is not None:
+            splits[name] = split
+        if words:
+            why = words if why == "hidden matrix" else f"{why}; {words}"
         rows.append(Row(name, tuple(param.shape), kind, why))
     chosen: dict[str, NamedParams] = {
         kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS
     }
-    return Choice(tuple(rows), chosen["matrix"], chosen["other"], frozenset(convolutions))
+    return Choice(tuple(rows), chosen["matrix"], chosen["other"], frozenset(convolutions), splits)
 
 
 def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from glob import escape
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,11 +14,14 @@ from torch.optim import AdamW, Optimizer
 
 from canzona_compile.api.chain import Chain, chain
 from canzona_compile.api.choice import Choice, hidden_matrices
-from canzona_compile.api.wrap import wrap
+from canzona_compile.api.wrap import names_in, wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import StepOptions, WrapOptions
+from canzona_compile.ir.plan_file import read_plan
+from canzona_compile.ir.split import Split
 from canzona_compile.optimizers import KLSOAP, SOAP, Muon
+from canzona_compile.session.params import named_params
 
 OPTIONS = WrapOptions.__optional_keys__ | {"model"}
 OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
@@ -55,6 +59,8 @@ def optimizer_for(
             its class: those with `matrix_dims` do.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
+            `split="auto"`, the default, splits the fused weights of `hidden_matrices(model).splits`, but none if
+            `layout=` is given. A mapping splits what it names and nothing else; None splits nothing.
 
     Returns:
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are both, or the first.
@@ -103,6 +109,8 @@ def muon_adamw(
         adamw: further arguments of `torch.optim.AdamW`, such as {"betas": (0.9, 0.95)}. They win likewise.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
+            `split="auto"`, the default, splits the fused weights of `hidden_matrices(model).splits`, but none if
+            `layout=` is given. A mapping splits what it names and nothing else; None splits nothing.
 
     Returns:
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
@@ -235,6 +243,10 @@ def built(
     if choice.convolutions and takes_stacks(kinds[0]):
         own = by_matrix_dims(choice)
     made = chained(own, choice.others, *kinds)
+    if options.get("split", "auto") == "auto":
+        options = {**options, "split": splits_in(made, model, choice, options)}
+        if options["split"] and zero1 is None:
+            options.setdefault("model", model)  # gives their names to parameters of an optimizer that keeps none
     return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)
 
 
@@ -257,6 +269,19 @@ def by_matrix_dims(choice: Choice) -> list[dict[str, Any]]:
 def takes_stacks(made_by: MakesOptimizer) -> bool:
     """Whether the class of an optimizer says that it steps the matrices of stacks one by one."""
     return hasattr(made_by.func if isinstance(made_by, partial) else made_by, "matrix_dims")
+
+
+def splits_in(made: Chain, model: nn.Module, choice: Choice, options: Mapping[str, Any]) -> dict[str, Split]:
+    """The parts that `split="auto"` stands for: of weights that the optimizers hold under the model's names."""
+    held = {id(param) for own in made.optimizers for group in own.param_groups for param in group["params"]}
+    if options.get("layout") is not None or not held <= {id(param) for param in model.parameters()}:
+        return {}  # fragments may be packed, and copies, such as master weights, have no names
+    found = {name for own in made.optimizers for name, _, _ in named_params(own, names_in(model, own))}
+    splits = {name: split for name, split in choice.splits.items() if name in found}
+    if options.get("plan") is not None:
+        planned = {task.name for task in read_plan(options["plan"]).tasks}
+        splits = {name: split for name, split in splits.items() if f"{name}[{split.parts[0][0]}]" in planned}
+    return {escape(name): split for name, split in splits.items()}  # patterns that match these names alone
 
 
 def name_of(made_by: MakesOptimizer) -> str:
