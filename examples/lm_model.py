@@ -23,6 +23,7 @@ class ModelConfig:
     context: int = 128
     rope_base: float = 10_000.0
     tied: bool = True
+    num_experts: int = 0  # in the place of each feed-forward; each is a quarter as wide, and a token sees two of them
 
 
 class Attention(nn.Module):
@@ -64,6 +65,28 @@ class FeedForward(nn.Module):
         return projected
 
 
+class Experts(nn.Module):
+    """SwiGLU by the two experts that a router gives the most weight; matrices of all experts are stacked.
+
+    For as few experts as here, every expert computes every token, and most results count nothing.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        stack = config.num_experts, config.hidden_dim // 4, config.dim
+        self.router = nn.Linear(config.dim, config.num_experts, bias=False)
+        self.gate_proj = nn.Parameter(torch.empty(stack))
+        self.up_proj = nn.Parameter(torch.empty(stack))
+        self.down_proj = nn.Parameter(torch.empty(stack).mT.contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        shares = torch.zeros(*x.shape[:2], len(self.gate_proj), dtype=x.dtype).scatter(-1, chosen, weights)
+        hidden = F.silu(torch.einsum("bsd,ehd->bseh", x, self.gate_proj))
+        hidden = hidden * torch.einsum("bsd,ehd->bseh", x, self.up_proj) * shares.unsqueeze(-1)
+        return torch.einsum("bseh,edh->bsd", hidden, self.down_proj)
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each normalized before and added after."""
 
@@ -72,7 +95,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = Experts(config) if config.num_experts else FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -107,6 +130,9 @@ def initialize(module: nn.Module) -> None:
     """Draw every matrix from the same narrow normal distribution."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
+    elif isinstance(module, Experts):
+        for stack in (module.gate_proj, module.up_proj, module.down_proj):
+            nn.init.normal_(stack, std=0.02)
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
     python examples/train_lm.py
     python examples/train_lm.py --parallel tp --steps 100
+    python examples/train_lm.py --experts 8
 
 The line is `optimizer = canzona_compile.muon_adamw(model, ...)` in `make_optimizer`. Everything
 around it is plain PyTorch: gloo ranks that this script starts itself, a decoder spread over them,
@@ -31,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
 from canzona_compile import Chain
+from canzona_compile.optimizers import Muon
 from lm_data import Batches, standard_library
 from lm_model import Decoder, ModelConfig
 from lm_parallel import PARALLEL, Parallel, clip_gradients
@@ -57,6 +59,7 @@ class Options:
     clip: float
     seed: int
     tied: bool
+    experts: int
 
 
 def main() -> int:
@@ -91,6 +94,7 @@ def parse() -> Options:
     add("--lr", type=float, default=4e-3, help="peak learning rate (0.004)")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient (1.0)")
     add("--seed", type=int, default=0, help="of weights and batches (0)")
+    add("--experts", type=int, default=0, help="of each feed-forward, two per token (0: no experts)")
     choose = parser.add_argument
     choose("--parallel", choices=PARALLEL, default="fsdp", help="how the model is spread (fsdp)")
     choose("--optimizer", choices=OPTIMIZERS, default="muon", help="of hidden matrices (muon)")
@@ -100,6 +104,8 @@ def parse() -> Options:
         parser.error("a falling loss takes at least 2 steps and 1 rank")
     if options.ranks % 2 and options.parallel in ("tp", "hsdp", "zero1-tp"):
         parser.error(f"--parallel {options.parallel} splits the ranks in two: give an even number")
+    if options.experts and (options.experts < 2 or options.parallel in ("tp", "zero1-tp")):
+        parser.error("--experts takes at least 2, and none of --parallel tp and zero1-tp, which would have to cut them")
     if options.batch % options.ranks:
         parser.error("--batch has to be a multiple of --ranks")
     return options
@@ -125,11 +131,11 @@ def train(options: Options) -> bool:
     """Train, and say whether the loss fell and every weight that was verified was equal."""
     begin = time.perf_counter()
     torch.manual_seed(options.seed)  # the same weights on every rank
-    config = ModelConfig(tied=options.tied)
+    config = ModelConfig(tied=options.tied, num_experts=options.experts)
     model = Decoder(config)
     parallel = PARALLEL[options.parallel](model)
     parameters = list(model.parameters())
-    choice = canzona_compile.hidden_matrices(model)
+    choice = canzona_compile.hidden_matrices(model, batch_dims=True)
     optimizer: Any = make_optimizer(options, model, parallel)
     schedule = LambdaLR(optimizer, partial(warm_cosine, options.steps))
     plain = PlainOptimizer(optimizer, choice.matrices, choice.others, partial(plain_chain, options))
@@ -181,7 +187,7 @@ def make_optimizer(options: Options, model: Decoder, parallel: Parallel) -> Chai
         return canzona_compile.muon_adamw(
             model, options.lr, adamw=OTHERS, zero1=parallel.zero1, **parallel.options_of_wrap
         )
-    choice = canzona_compile.hidden_matrices(model)
+    choice = canzona_compile.hidden_matrices(model, batch_dims=True)
     made = plain_chain(options, choice.matrices, choice.others)
     if parallel.zero1 is not None:
         return canzona_compile.zero1(model, made, mesh=parallel.zero1)
@@ -192,7 +198,7 @@ def plain_chain(options: Options, matrices: NamedParameters, others: NamedParame
     """Make the same optimizers as plain ones. Muon's updates have the size of AdamW's, so one learning rate does."""
     hidden: dict[str, Any] = {"lr": options.lr, "weight_decay": 0.1}
     if options.optimizer == "muon":
-        first: Any = torch.optim.Muon(matrices, **hidden, adjust_lr_fn="match_rms_adamw")
+        first: Any = Muon(matrices, **hidden, adjust_lr_fn="match_rms_adamw")
     else:
         first = torch.optim.AdamW(matrices, **hidden, betas=(0.9, 0.95))
     return canzona_compile.chain(first, torch.optim.AdamW(others, lr=options.lr, **OTHERS))

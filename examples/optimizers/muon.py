@@ -34,7 +34,9 @@ class Muon(torch.optim.Muon):
     matrix_dims: ClassVar[int] = 2  # what a parameter has in addition counts matrices that are stepped one by one
 
     def __init__(self, params: Any, lr: Any = 1e-3, **options: Any) -> None:
-        checked = torch.optim.Muon([torch.empty(1, 1)], lr, **options)  # torch's refuses stacks, not the arguments
+        checked = torch.optim.Muon(
+            [torch.empty(1, 1, device="cpu")], lr, **options
+        )  # torch's refuses stacks, not the arguments
         Optimizer.__init__(self, params, checked.defaults)
         for group in self.param_groups:
             for param in group["params"]:
