@@ -30,7 +30,7 @@ ROUNDING = 2.0**-20  # the relative difference in 64 bits from which on it is no
 
 
 def other_products(plain: RehearsedSteps, parts: RehearsedSteps) -> bool:
-    """Tell whether the first step calls products for all together that it calls for none alone."""
+    """Tell whether the first step calls products or sums for all together that it calls for none alone."""
     return bool(plain.operators.products - parts.operators.products)
 
 

@@ -11,15 +11,16 @@ from torch import Tensor
 from canzona_compile.compat.torch_private import TorchDispatchMode, pytree
 from canzona_compile.replica.raised import NoCollectives, name_of
 
-# What rounds otherwise in a stack than alone.
+# What may round otherwise in a stack than alone.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_linalg_eigh", "linalg_qr", "_linalg_svd"}
+SUMS = {"sum", "mean", "linalg_vector_norm", "norm", "var", "std"}
 
 
 class Operators(NoCollectives):
     """Inside this mode, operators are noted.
 
     Attributes:
-        products: the products and decompositions that were called, with the shapes of their operands.
+        products: the products, decompositions and sums that were called, with the shapes of their operands.
         generators: those that were passed to operators which draw random numbers.
     """
 
@@ -31,7 +32,7 @@ class Operators(NoCollectives):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if name_of(func) in PRODUCTS:
+        if name_of(func) in PRODUCTS | SUMS:
             self.products.add((name_of(func), *(tuple(one.shape) for one in args if isinstance(one, Tensor))))
         if (generator := (kwargs or {}).get("generator")) is not None:
             self.generators.append(generator)
