@@ -32,7 +32,7 @@ class EachAlone(Optimizer):
         self.each = [(param, make([param])) for param in params_of(self)]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param, own in self.each:
             if param.grad is not None:
                 own.step()
