@@ -56,10 +56,10 @@ def apart(optimizer: Optimizer, counters: bool, in_order: bool) -> Callable[[], 
             first, so that what one step leaves to the next shows.
     """
     params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    group_of = [group for group in optimizer.param_groups for _ in group["params"]]
     shadow = Shadow(optimizer)
 
     def step() -> None:
+        group_of = [group for group in optimizer.param_groups for _ in group["params"]]
         with hidden(params) as grads:
             for i in range(len(params)) if in_order else reversed(range(len(params))):
                 if (grad := grads[i]) is not None:

@@ -73,7 +73,6 @@ class Miniature:
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []
         self.params: list[nn.Parameter] = []
-        self.group_of: list[int] = []
         scaled: dict[int, Tensor] = {}
         for g, (group, places) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
             if group["params"] and not places:
@@ -84,7 +83,6 @@ class Miniature:
                 hypers_of_group["param_names"] = [group["param_names"][i] for i in places]
             self.optimizer.param_groups.append({**hypers_of_group, "params": params})
             self.params += params
-            self.group_of += [len(self.optimizer.param_groups) - 1] * len(params)
         state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd))
         self.optimizer.state = state
         for param in real if stateful else ():
