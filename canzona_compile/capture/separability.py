@@ -3,6 +3,10 @@
 Parameters have no values, and memory has labels: the parameters behind what it holds. Code that reads a number on the
 host gets one that is made up. What such a number leads to has no labels, so then the step is taken again with other
 numbers of one parameter, and the calls for the others have to be the same.
+
+The memory of a stack of matrices has labels for each entry, as far as `capture.batch_dim` can follow the stack's
+dimension. A miniature that steps with other gradients would not do instead: a step may batch matrices of any size, and
+clip only large ones together.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.batch_dim import follow
 from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensor, pytree
@@ -35,6 +40,9 @@ from canzona_compile.tensors import given_to, storage_of
 MOST_PARAMETERS = 8
 MOST_READS = 1000  # numbers on the host; code that waits for them to converge might not end
 LIKELY = {"all", "isfinite"}  # operators that give True for most values
+Parts = tuple[frozenset[int], ...]  # the labels of equal parts of a memory, one after the other
+NO_LABELS: Parts = (frozenset(),)
+aten = torch.ops.aten
 
 
 def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collection[Counter] | None = None) -> bool:
@@ -84,11 +92,11 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
 
 
 def others_of(like: ParamExample) -> list[ParameterSpec]:
-    """The largest other kinds of parameters in the group of one, with as many dims."""
+    """The largest other kinds of parameters in the group of one, with as many dims; two of each, if they are few."""
     params = [p for p in like.group.get("params", ()) if p.ndim == len(like.spec.shape)]
     params.sort(key=Tensor.numel, reverse=True)
     specs = dict.fromkeys(replace(ParameterSpec.of(p), device=like.spec.device) for p in params)
-    return [spec for spec in specs if spec != like.spec][: MOST_PARAMETERS - 2]
+    return [spec for spec in [*specs] * 2 if spec != like.spec][: MOST_PARAMETERS - 2]
 
 
 def labelled(
@@ -140,17 +148,24 @@ class Labels(NoCollectives):
         super().__init__()
         self.source, self.reads = source, 0
         self.calls: list[tuple[frozenset[int], str, list[Any]]] = []
-        self._labels: dict[int, frozenset[int]] = {}  # by memory
+        self._labels: dict[int, Parts] = {}  # by memory
         self._alive: list[Tensor] = []  # so that no other memory gets the address of a known one
         self._makers: dict[int, str] = {}  # by memory, the operator that wrote it last
 
     def of(self, tensor: Tensor) -> frozenset[int]:
         """Return the labels of a tensor."""
-        return self._labels.get(storage_of(tensor), frozenset())
+        parts = self._labels.get(storage_of(tensor), NO_LABELS)
+        return frozenset().union(*parts[reached(tensor, len(parts))])
 
     def label(self, tensor: Tensor, labels: frozenset[int], maker: str = "") -> None:
         """Label a tensor."""
-        self._labels[storage_of(tensor)], self._makers[storage_of(tensor)] = labels, maker
+        parts = [*self._labels.get(storage_of(tensor), NO_LABELS)]
+        own = reached(tensor, len(parts))
+        parts[own] = [labels] * len(parts[own])
+        self._label_memory(tensor, tuple(parts), maker)
+
+    def _label_memory(self, tensor: Tensor, parts: Parts, maker: str) -> None:
+        self._labels[storage_of(tensor)], self._makers[storage_of(tensor)] = parts, maker
         self._alive.append(tensor)
 
     def mixed(self, twin: FakeTwin) -> bool:
@@ -179,12 +194,54 @@ class Labels(NoCollectives):
         # Entry i of what a `_foreach_` operator gives depends on entries i alone.
         by_entry = "_foreach_" in str(func)
         count = max((len(v) for v in given.values() if by_entry and isinstance(v, list | tuple)), default=1)
+        stack = self._stack(func, args, kwargs or {}, found) if len(behind) > 1 and not by_entry else None
+        if stack is not None:
+            self._label_memory(found, stack, name)
+            return found
+        if func.is_view:  # it has the labels of the memory that it shows
+            return found
         for i in range(count):
             own = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
             for value in (found, *fresh, *written):
                 for tensor in entries(value, i, count):
                     self.label(tensor, frozenset().union(*own), name)
         return found
+
+    def _stack(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Parts | None:
+        """The labels of each entry of a stack that an operator makes or writes; None if that does not hold entries."""
+        if not isinstance(found, Tensor) or func.is_view:
+            return None
+        if func in (aten.stack.default, aten.cat.default):
+            parts, dim = tuple(map(self.of, args[0])), (*args[1:], kwargs.get("dim", 0))[0]
+            alike = len({one.shape for one in args[0]}) == 1
+            return parts if alike and dim % found.ndim == 0 and found.is_contiguous() and fills_memory(found) else None
+        graph, places = fx.Graph(), dict[fx.Node, int | None]()
+
+        def operand(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            node = graph.placeholder("operand")
+            node.meta["val"], places[node] = value, self._stacked_along(value)
+            return node
+
+        node = graph.call_function(func, *pytree.tree_map(operand, (args, kwargs)))
+        node.meta["val"] = found
+        if all(place is None for place in places.values()) or (dim := follow(node, places)) is None:
+            return None
+        count = found.shape[dim]
+        if found.stride(dim) * count * found.itemsize != found.untyped_storage().nbytes():
+            return None  # entries are not one after the other
+        of_all = [self.of(n.meta["val"]) for n, place in places.items() if place is None]
+        by_entry = [self._labels[storage_of(n.meta["val"])] for n, place in places.items() if place is not None]
+        return tuple(frozenset().union(*of_all, *(parts[e] for parts in by_entry)) for e in range(count))
+
+    def _stacked_along(self, tensor: Tensor) -> int | None:
+        """The dim of a tensor along which the parts of its memory lie that have labels each; None if it has none."""
+        count = len(self._labels.get(storage_of(tensor), NO_LABELS))
+        size = tensor.untyped_storage().nbytes() // count // tensor.itemsize
+        dims = [d for d in range(tensor.ndim) if (tensor.shape[d], tensor.stride(d)) == (count, size)]
+        inside = sum((tensor.shape[d] - 1) * tensor.stride(d) for d in range(tensor.ndim) if d not in dims)
+        return dims[0] if count > 1 and len(dims) == 1 and tensor.storage_offset() + inside < size else None
 
     def _number(self, tensor: Tensor) -> Any:
         """Make up the number that code reads of a tensor."""
@@ -194,6 +251,16 @@ class Labels(NoCollectives):
         if tensor.dtype is torch.bool:
             return self._makers.get(storage_of(tensor)) in LIKELY
         return (1.5 if self.source in self.of(tensor) else 1.0) if tensor.is_floating_point() else 1
+
+
+def reached(tensor: Tensor, parts: int) -> slice:
+    """Those of some equal parts of its memory that a tensor reaches into."""
+    size = tensor.untyped_storage().nbytes() // parts
+    if parts == 1 or not tensor.numel():
+        return slice(parts)
+    begin = tensor.storage_offset() * tensor.itemsize
+    end = begin + (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+    return slice(begin // size, -(-end // size))
 
 
 def fills_memory(value: Any) -> bool:

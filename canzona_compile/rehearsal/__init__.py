@@ -4,7 +4,7 @@
 2. It treats a parameter alike whatever else is in the list.
 3. It has the same effect on a copy of the optimizer with other parameters.
 4. What it keeps per parameter it keeps in `state[p]`.
-5. It draws no random numbers, or draws them from a generator that it holds.
+5. It draws no random numbers, or draws them from torch's own generators, for one parameter after the other.
 
 A rehearsal steps all parameters together, as the user wrote it, and then each on a twin that sees it alone. Equal bits
 mean that the contract is kept, as far as these steps show. Whoever breaks line 3 or 4 may give each matrix an optimizer

@@ -96,10 +96,21 @@ def is_written(value: Any, default: Any) -> bool:
 
 
 def refusal(
-    optimizer: Optimizer, scenario: Scenario, whole: RehearsedSteps, parts: RehearsedSteps, names: NamesByGroup
+    optimizer: Optimizer,
+    scenario: Scenario,
+    whole: RehearsedSteps,
+    parts: RehearsedSteps,
+    names: NamesByGroup,
+    dependent: Sequence[str] = (),
 ) -> UnsupportedOptimizer:
-    """Make the error for a step that gives something else for a parameter alone, from the places that differ."""
+    """Make the error for a step that gives something else for a parameter alone, from the places that differ.
+
+    Args:
+        dependent: the places that other gradients of other parameters changed.
+    """
     kind = whole.kind
+    if whole.drew or whole.operators.generators:
+        return drawing(optimizer, whole)
     if parts.error is not None and whole.error is None:
         return UnsupportedOptimizer(
             f"{kind} updates parameters together: its step fails for one without the others"
@@ -128,8 +139,20 @@ def refusal(
     held = {name: pytree.tree_leaves(value) for name, value in vars(optimizer).items()}
     if modules := [f"self.{name}" for name, leaves in held.items() if any(isinstance(x, Module) for x in leaves)]:
         hint += f"; to change weights of {some(modules)} after the step, use a hook as in examples/qk_clip.py"
+    on = "the values of others" if dependent else "which others there are"
     return UnsupportedOptimizer(
-        f"{kind} updates parameters together: the update of one depends on others{written}", at=at, hint=hint
+        f"{kind} updates parameters together: the update of one depends on {on}{written}", at=at, hint=hint
+    )
+
+
+def drawing(optimizer: Optimizer, whole: RehearsedSteps) -> UnsupportedOptimizer:
+    """Make the error for a step that draws other numbers for a parameter alone."""
+    source = " from one generator for all parameters" if whole.operators.generators else ""
+    hint = "" if whole.draws_elsewhere else f"; or, {object_per_matrix(optimizer)}"
+    return UnsupportedOptimizer(
+        f"{whole.kind} draws random numbers{source}, and others for one parameter alone",
+        hint=f"{broken(5)}: draw from torch's own generator, for one parameter after the other, or choose options with "
+        f"which it does not draw{hint}",
     )
 
 
@@ -147,5 +170,10 @@ def tensors_kept(optimizer: Optimizer) -> str:
 def where(places: Sequence[str], scenario: Scenario, names: NamesByGroup) -> str:
     """Name the first parameter among some places in a miniature; if there is none, the places."""
     chosen = [names[g][i] for g, own in enumerate(scenario.chosen) for i in own]
-    numbers = sorted({int(found[1]) for place in places if (found := re.search(r"parameter (\d+)", place))})
+    numbers = parameters_in(places)
     return chosen[numbers[0]] if numbers else some(places)
+
+
+def parameters_in(places: Sequence[str]) -> list[int]:
+    """The numbers of the parameters that places belong to."""
+    return sorted({int(found[1]) for place in places if (found := re.search(r"parameter (\d+)", place))})

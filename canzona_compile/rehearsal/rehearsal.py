@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.compat.optimizer_class import compiled_methods, plain_class, plain_step
 from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
-from canzona_compile.rehearsal.diagnosis import NamesByGroup, differing_places, object_per_matrix, refusal, tensors_kept
+from canzona_compile.rehearsal.batching import alike_in_double, dependent_places, differences, other_products
+from canzona_compile.rehearsal.diagnosis import (
+    NamesByGroup,
+    differing_places,
+    drawing,
+    object_per_matrix,
+    refusal,
+    tensors_kept,
+)
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.trial import (
     RehearsedSteps,
-    apart,
+    alone,
     contents_of,
     take,
     take_plainly,
@@ -37,6 +47,8 @@ from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.raised import blamed, first_line
 from canzona_compile.replica.snapshot import Contents, changed
 from canzona_compile.replica.twin import step_plainly
+
+WARNED: MutableMapping[Optimizer, set[str]] = WeakIdKeyDictionary()  # what was said of optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,8 @@ class Habits:
         asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
         asks_layout: what it asks about the layout of gradients in memory, see `LayoutQuestions`.
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
-        rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds differently from one by one.
+        batches: whether it batches matrices, whose bits may be other ones then than those of each matrix alone: the
+            largest relative difference of a rehearsal. None if it does not.
     """
 
     counters: frozenset[Counter] = frozenset()
@@ -62,8 +75,18 @@ class Habits:
     asks_frozen: bool = False
     asks_layout: frozenset[str] = frozenset()
     reads_variables: bool = False
-    rounds_in_foreach: bool = False
     draws: bool = False
+    batches: float | None = field(default=None, compare=False)  # another one after a change of hyperparameters
+
+    def bits_of(self, kind: str) -> str:
+        """Say which bits results have if an optimizer batches matrices; empty if it does not."""
+        if self.batches is None:
+            return ""
+        seen = f"the largest relative difference is {self.batches:.1e}" if self.batches else "there is no difference"
+        return (
+            f"{kind} batches matrices, which may round otherwise than each matrix alone. Results have the bits of the "
+            f"plain optimizer that steps each matrix alone; on the small matrices of a rehearsal {seen}"
+        )
 
 
 def habits_of(found: Sequence[Habits]) -> Habits:
@@ -77,8 +100,8 @@ def habits_of(found: Sequence[Habits]) -> Habits:
         asks_frozen=any(one.asks_frozen for one in found),
         asks_layout=frozenset().union(*(one.asks_layout for one in found)),
         reads_variables=any(one.reads_variables for one in found),
-        rounds_in_foreach=any(one.rounds_in_foreach for one in found),
         draws=any(one.draws for one in found),
+        batches=max((one.batches for one in found if one.batches is not None), default=None),
     )
 
 
@@ -93,8 +116,6 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
     if not any(numbers) or any(meta):  # there is nothing to step, or it has no values
         return Habits()
     names, cast = names or default_names(optimizer), scenarios(numbers)
-    if takes_foreach(optimizer):
-        cast = [replace(scenario, foreach=True) for scenario in cast]
     try:
         found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
     except CannotBegin as first:
@@ -104,22 +125,24 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
         found = rehearse_stateful(optimizer, cast, names, first)
     kind = plain_class(optimizer)
     if methods := compiled_methods(kind):
-        warnings.warn(
-            RoundsOtherwise(
-                f"{kind.__name__} compiles methods, which take the optimizer: {', '.join(methods)}. They run as "
-                "written, so results may differ by rounding from those of the compiled methods."
-            ),
-            stacklevel=2,
+        warn_once(
+            optimizer,
+            f"{kind.__name__} compiles methods, which take the optimizer: {', '.join(methods)}. They run as "
+            "written, so results may differ by rounding from those of the compiled methods.",
         )
-    if any(one.rounds_in_foreach for one in found):
-        warnings.warn(
-            RoundsOtherwise(
-                f"{plain_class(optimizer).__name__} with foreach=True stacks matrices of equal shape, which rounds "
-                "differently from updating them one by one. Results will have the bits of foreach=False."
-            ),
-            stacklevel=2,
-        )
-    return habits_of(found)
+    habits = habits_of(found)
+    if habits.batches is not None:
+        warn_once(optimizer, f"{habits.bits_of(kind.__name__)}.")
+    return habits
+
+
+def warn_once(optimizer: Optimizer, says: str) -> None:
+    """Warn that results round otherwise, unless this was said of the optimizer before: some are rehearsed again."""
+    about = WARNED.setdefault(optimizer, set[str]())
+    subject = says.partition(".")[0]
+    if subject not in about:
+        about.add(subject)
+        warnings.warn(RoundsOtherwise(says), stacklevel=3)
 
 
 def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
@@ -168,14 +191,24 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
 
 
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Habits:
-    """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`."""
+    """Rehearse one scenario; if need be without a frozen parameter or missing gradients."""
+    dependent: list[str] = []
     for one in scenario.easier():
         plain = together(optimizer, one)
-        parts = take(optimizer, one, partial(apart, counters=bool(plain.counters), in_order=plain.drew))
+        parts = take(optimizer, one, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
         if not differing_places(plain, parts):
-            break
-    else:
-        raise refusal(optimizer, one, plain, parts, names)
+            return habits_in(scenario, one, plain, 0.0 if other_products(plain, parts) else None)
+        found = [*differences(plain, parts)]
+        if plain.operators.generators or math.inf in found:
+            continue  # rounding is not the cause
+        dependent = dependent or dependent_places(optimizer, one, plain)
+        if not dependent and alike_in_double(optimizer, one, plain):
+            return habits_in(scenario, one, plain, max(filter(math.isfinite, found), default=0.0))
+    raise refusal(optimizer, one, plain, parts, names, dependent)
+
+
+def habits_in(scenario: Scenario, one: Scenario, plain: RehearsedSteps, batches: float | None) -> Habits:
+    """What a plain run of a scenario, or of an easier one, shows."""
     return Habits(
         frozenset(plain.counters),
         writes_gradients=plain.writes_gradients,
@@ -185,8 +218,8 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
         asks_frozen=one.frozen != scenario.frozen,
         asks_layout=frozenset(plain.asks_layout) - {ADDRESS},
         reads_variables=plain.reads_variables,
-        rounds_in_foreach=one.loops,
         draws=plain.drew,
+        batches=batches,
     )
 
 
@@ -200,6 +233,8 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
         raise UnsupportedOptimizer(
             f"{kind}.step {found.uses_cache}", hint="compute it in the step, or keep it in self.state[param]"
         )
+    if found.outside and found.draws_elsewhere:
+        raise drawing(optimizer, found)
     if found.outside:
         raise UnsupportedOptimizer(
             f"{kind}.step changes {some(found.outside)}, outside of the optimizer",
@@ -222,11 +257,6 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
             hint="distinguish parameters by their attributes, their group, or self.state[param]",
         )
     return found
-
-
-def takes_foreach(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer has an option `foreach`, in its groups or as an attribute."""
-    return hasattr(optimizer, "foreach") or any("foreach" in group for group in optimizer.param_groups)
 
 
 def default_names(optimizer: Optimizer) -> NamesByGroup:

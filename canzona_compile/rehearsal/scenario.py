@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 MOST_PARAMETERS = 64  # of all in the short scenario; the first ones and the last one of each group
 MOST_GROUPS = 16  # of the short scenario; the first ones and the last one. The long one has four
 LONG = 46  # steps of the long scenario
+OTHER = (1.0, 1e12, 0.0, 1e-6)  # factors of gradients, step by step. The second one exceeds whatever a step may clip to
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,9 @@ class Scenario:
         rates: by step, the factor of all hyperparameters that are floats, from that step on.
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
         in_place: whether every gradient is written over the one before.
-        foreach: whether the optimizer has an option `foreach`, so that steps may do without it.
         stateful: whether parameters begin with small copies of the state that they have now.
+        others: the parameters whose gradients are other ones than in this scenario without `others`, see `OTHER`.
+        double: whether all floats have 64 bits, see `InDouble`.
     """
 
     chosen: Sequence[Sequence[int]]
@@ -29,15 +31,19 @@ class Scenario:
     scales: Mapping[int, float] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
     frozen: int | None = None
-    foreach: bool = False
     stateful: bool = False
-    loops: bool = False
     in_place: bool = False
     surges: Mapping[int, float] = field(default_factory=dict)
+    others: Collection[int] = ()
+    double: bool = False
 
     def is_odd(self, number: int) -> bool:
         """Whether a step has gradients of a size that a training may never have."""
-        return number in self.scales or number in self.surges
+        return number in self.scales or number in self.surges or (bool(self.others) and self.other(number) != 1.0)
+
+    def other(self, number: int) -> float:
+        """The factor of a step's gradients that are other ones: after some steps NaN, and as often huge as ordinary."""
+        return float("nan") if number >= self.steps - 2 else OTHER[number % len(OTHER)]
 
     @property
     def params(self) -> int:
@@ -45,10 +51,9 @@ class Scenario:
         return sum(map(len, self.chosen))
 
     def easier(self) -> list[Scenario]:
-        """This scenario, then without what a step may ask for: frozen parameters, missing gradients, `foreach`."""
+        """This scenario, then without what a step may ask for: frozen parameters, missing gradients."""
         thawed = replace(self, frozen=None)
-        found = [self, thawed, replace(self, missing={}), replace(thawed, missing={})]
-        return [*found, *(replace(one, loops=True) for one in found)] if self.foreach else found
+        return [self, thawed, replace(self, missing={}), replace(thawed, missing={})]
 
 
 def scenarios(numbers: Sequence[int]) -> list[Scenario]:

@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.interrupts import interrupted_here
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.compat.torch_private import without_function_modes
+from canzona_compile.compat.torch_private import pytree, without_function_modes
 from canzona_compile.eager.cell import Shadow, step_alone, whole_copy
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.rehearsal.asked import LayoutQuestions
 from canzona_compile.rehearsal.endless import Endless, Lines, NoCrash, unfinished
+from canzona_compile.rehearsal.operators import InDouble, Operators
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import Counter, counts_of
 from canzona_compile.replica.homes import homes_of, hypers
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.outside import Outside
-from canzona_compile.replica.raised import NoCollectives
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, Label, Snapshot, bits_of, changed
 from canzona_compile.replica.twin import as_written, step_plainly
@@ -42,22 +42,29 @@ def plainly(small: Miniature) -> Callable[[], Any]:
     return partial(step_plainly, small.optimizer)
 
 
-def apart(small: Miniature, counters: bool, in_order: bool) -> Callable[[], None]:
+def alone(small: Miniature, counters: bool, in_order: bool) -> Callable[[], None]:
+    """Step each parameter of a miniature by itself."""
+    return apart(small.optimizer, counters, in_order)
+
+
+def apart(optimizer: Optimizer, counters: bool, in_order: bool) -> Callable[[], None]:
     """Step each parameter by itself on a twin, as the owners of matrices do.
 
     Args:
+        counters: whether steps count outside of the state of parameters.
         in_order: whether parameters step in their order, as random numbers come in it. Otherwise the last one is the
             first, so that what one step leaves to the next shows.
     """
-    params, optimizer, shadow = small.params, small.optimizer, Shadow(small.optimizer)
+    params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    shadow = Shadow(optimizer)
 
     def step() -> None:
+        group_of = [group for group in optimizer.param_groups for _ in group["params"]]
         with hidden(params) as grads:
             for i in range(len(params)) if in_order else reversed(range(len(params))):
                 if (grad := grads[i]) is not None:
                     own = whole_copy(params[i], grad, plain_attributes(params[i]))
-                    group = optimizer.param_groups[small.group_of[i]]
-                    params[i].data.copy_(step_alone(optimizer, group, own, optimizer.state[params[i]]))
+                    params[i].data.copy_(step_alone(optimizer, group_of[i], own, optimizer.state[params[i]]))
                     with without_function_modes():
                         drop_gradients(params)  # that the step gave to others
         if counters:
@@ -101,6 +108,9 @@ class RehearsedSteps:
         outside: the places outside of the optimizer that they changed.
         uses_cache: why they need a cache of the user's process, see `CachedCalls`; empty if they do not.
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
+        drew: whether they drew from torch's own generators.
+        draws_elsewhere: whether they drew from one that is neither torch's own nor held by the optimizer.
+        operators: what the first of them called.
         error: what ended the run early; None if it took all steps.
     """
 
@@ -117,6 +127,8 @@ class RehearsedSteps:
     reads_variables: bool = False
     returned: list[Any] = field(default_factory=list)
     drew: bool = False
+    draws_elsewhere: bool = False
+    operators: Operators = field(default_factory=lambda: Operators())
     error: Exception | None = None
 
 
@@ -126,12 +138,16 @@ def take(optimizer: Optimizer, scenario: Scenario, step_of: StepOf = plainly) ->
     Random numbers are the same each time. Questions about layouts are noted of plain steps only.
     """
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    with seeded(device) as drew:
-        small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
+    with seeded(device) as drew, InDouble() if scenario.double else contextlib.nullcontext():
+        small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+        for param in small.params if scenario.double else ():
+            param.grad_dtype = param.dtype
         with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
             found = run(small, scenario, step_of(small), asks=step_of is plainly)
             found.outside = outside.changed()
         found.kind, found.drew = type(small.optimizer).__name__, drew()
+        held = pytree.tree_leaves([vars(small.optimizer), list(small.optimizer.state.values())])
+        found.draws_elsewhere = any(one not in (torch.default_generator, *held) for one in found.operators.generators)
     found.uses_cache = outside.calls_problem or small.calls.problem
     found.reads_variables = outside.reads_variables
     return found
@@ -162,7 +178,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], asks: boo
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
         try:
-            with watched(small, scenario, number, lines, found.asks_layout if asks else None):
+            with watched(small, scenario, number, lines, found, asks):
                 found.returned.append(step())
         except CanzonaError:
             raise
@@ -195,7 +211,7 @@ class Gradients:
     def __init__(self, small: Miniature, scenario: Scenario) -> None:
         self.small, self.scenario = small, scenario
         self.memory: set[Any] = set()
-        self._random = torch.Generator().manual_seed(0)
+        self._random, self._other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
         self._homes: dict[int, Tensor] = {}
 
     def give(self, number: int) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
@@ -207,6 +223,8 @@ class Gradients:
             grad *= scenario.surges.get(number, 1.0)
             if i == 0:
                 grad *= scenario.scales.get(number, 1.0)
+            if i in scenario.others:
+                grad = torch.randn(param.shape, generator=self._other, device="cpu").to(grad) * scenario.other(number)
             missing = scenario.missing.get(number) == i
             if scenario.in_place and not missing:
                 grad = self._homes.setdefault(i, grad).copy_(grad)
@@ -226,22 +244,24 @@ def change_what_users_change(small: Miniature, scenario: Scenario, number: int) 
 
 
 @contextlib.contextmanager
-def watched(small: Miniature, scenario: Scenario, number: int, lines: Lines, asked: set[str] | None) -> Iterator[None]:
+def watched(
+    small: Miniature, scenario: Scenario, number: int, lines: Lines, found: RehearsedSteps, asks: bool
+) -> Iterator[None]:
     """Inside this context, the step of a number is watched.
 
     A mode costs as much as a small operator, and so does counting lines: only the first steps are watched for all.
 
     Args:
-        asked: gets what they ask about the layout of gradients; None if nobody wants to know that.
+        asks: whether it is to be noted what they ask about the layout of gradients.
     """
     grads = [param.grad for param in small.params if param.grad is not None]
     odd, first = scenario.is_odd(number), number == 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_written())
         if first:
-            stack.enter_context(NoCollectives())
-        if number < ASKING and asked is not None:
-            stack.enter_context(LayoutQuestions(grads, small.params, asked))
+            stack.enter_context(found.operators)
+        if number < ASKING and asks:
+            stack.enter_context(LayoutQuestions(grads, small.params, found.asks_layout))
         if any(map(unfinished, grads)):
             stack.enter_context(NoCrash())
         if odd or first:

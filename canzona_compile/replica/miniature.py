@@ -49,7 +49,7 @@ class Miniature:
         calls: knows of the calls of cached functions that it holds.
     """
 
-    def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False) -> None:
         own, odd, groups = copied_attributes(optimizer), odd_state(optimizer), list(map(hypers, optimizer.param_groups))
         self.optimizer: Optimizer = object.__new__(class_as_written(plain_class(optimizer)))
         real = [p for group in optimizer.param_groups for p in group["params"]]
@@ -73,7 +73,6 @@ class Miniature:
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []
         self.params: list[nn.Parameter] = []
-        self.group_of: list[int] = []
         scaled: dict[int, Tensor] = {}
         for g, (group, places) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
             if group["params"] and not places:
@@ -82,11 +81,8 @@ class Miniature:
             hypers_of_group = {k: distinct(v, g, scaled) for k, v in copies.of(groups[g]).items()}
             if group.get("param_names"):
                 hypers_of_group["param_names"] = [group["param_names"][i] for i in places]
-            if loops:
-                hypers_of_group["foreach"] = vars(self.optimizer)["foreach"] = False
             self.optimizer.param_groups.append({**hypers_of_group, "params": params})
             self.params += params
-            self.group_of += [len(self.optimizer.param_groups) - 1] * len(params)
         state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd))
         self.optimizer.state = state
         for param in real if stateful else ():

@@ -10,7 +10,7 @@ from typing import Any
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
-from canzona_compile.report.page import PageModel, PageTable, Words
+from canzona_compile.report.page import PageModel, PageTable, Words, note
 from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.plan import BoundParam, Plan, make_plan
@@ -58,12 +58,14 @@ class Explanation(Printable):
     Attributes:
         optimizer: the name of its class.
         parameters: one entry per parameter, in the optimizer's order.
+        bits: a sentence for each optimizer that batches matrices: results have the bits of each matrix alone.
     """
 
     text_width = 120
 
     optimizer: str
     parameters: tuple[ExplainedParameter, ...]
+    bits: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists and plain values."""
@@ -79,7 +81,8 @@ class Explanation(Printable):
             said = on_rank(*ranks) + why if ranks else why
             rows.append((some([row.name for row in own]), format_shape(shape), Words(how, STYLES[how]), said))
         title = f"canzona explains {self.optimizer}"
-        return PageModel((PageTable(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),))
+        table = PageTable(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True)
+        return PageModel((table, *(note(f"{said}.") for said in self.bits)))
 
     __repr__ = Printable.__str__
 
@@ -87,7 +90,15 @@ class Explanation(Printable):
 def explain_all(sessions: Sequence[Session]) -> Explanation:
     """Explain how each parameter of one optimizer or of several is updated, see `explained`."""
     names = "+".join(session.optimizer_name for session in sessions)
-    return Explanation(names, tuple(row for session in sessions for row in explained(session)))
+    rows = tuple(row for session in sessions for row in explained(session))
+    return Explanation(names, rows, tuple(filter(None, map(bits_of, sessions))))
+
+
+def bits_of(session: Session) -> str:
+    """Say which bits results have if an optimizer batches matrices; empty if it does not, or is refused."""
+    with contextlib.suppress(CanzonaError):
+        return session.capture.rehearse().bits_of(session.optimizer_name)
+    return ""
 
 
 def explained(session: Session) -> tuple[ExplainedParameter, ...]:

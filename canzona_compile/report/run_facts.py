@@ -15,6 +15,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.ownership.jobs import Job, loads, makespan
 from canzona_compile.ownership.lpt import LptSwap
+from canzona_compile.report.explain import bits_of
 from canzona_compile.report.schema import BufferMemory, Facts, LocalTask, ProfileReport
 from canzona_compile.report.units import format_flops, plural
 from canzona_compile.session.measuring import both_measured
@@ -38,6 +39,7 @@ def facts_of(session: Session) -> Facts:
         captures=session.capture.captures,
         local=tuple(LocalTask(b.task.name, b.task.shape, why_local) for b in plan.elementwise),
         fallbacks={name: why for name, why in reasons.items() if why},
+        bits=tuple(filter(None, [bits_of(session)])),
         suggestions=(*(suggestions(plan, options) if session.may_move_owners else []), *eager_cuts(driver.last)),
         numerics=options.numerics,
         variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
@@ -58,6 +60,7 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
         captures=sum(own.captures for own in every),
         local=tuple(task for own in every for task in own.local),
         fallbacks={name: why for own in every for name, why in own.fallbacks.items()},
+        bits=tuple(said for own in every for said in own.bits),
         suggestions=tuple(dict.fromkeys(said for own in every for said in own.suggestions)),
         variants=sum(own.variants for own in every),
         rank_programs=sum(own.rank_programs for own in every),

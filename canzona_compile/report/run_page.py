@@ -108,6 +108,7 @@ def remarks(report: RunReport) -> Iterator[str]:
     )
     if report.execution and machine.device != "cpu":
         yield report.execution
+    yield from report.bits
 
 
 def next_step(report: RunReport) -> str:

@@ -104,6 +104,7 @@ class RunFigures:
         captures: how many graphs Dynamo was asked for since `wrap`.
         local: parameters that the optimizer's own eager step updates on their fragments.
         fallbacks: task name -> why the owner runs the eager step instead of a graph.
+        bits: a sentence for each optimizer that batches matrices: results have the bits of each matrix alone.
         suggestions: what the user could do to make the step cheaper, one sentence each.
         capacity: the most bytes that a micro-group gathers to one rank, unless a matrix alone is larger.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
@@ -114,6 +115,7 @@ class RunFigures:
     captures: int = 0
     local: tuple[LocalTask, ...] = ()
     fallbacks: Mapping[str, str] = field(default_factory=dict)
+    bits: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
     numerics: str = "exact"
     variants: int = 0

@@ -235,6 +235,61 @@ def test_numbers_that_are_read_count_where_they_are_used() -> None:
         separable(Scales(huge(), 750_000_000))
 
 
+class Stacking(Optimizer):
+    """Stacks all gradients, which have one shape, and hands out what a function makes of the stack."""
+
+    def __init__(self, params: list[Any], of_stack: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.of_stack = of_stack
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        updates = self.of_stack(torch.stack([param.grad for param in params]))
+        for param, update in zip(params, updates.unbind(), strict=True):
+            param.sub_(update)
+
+
+def with_diagonals(stack: torch.Tensor) -> torch.Tensor:
+    gram = stack @ stack.mT
+    gram.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    return gram @ stack
+
+
+def with_neighbour(stack: torch.Tensor) -> torch.Tensor:
+    stack[1].add_(stack[0])
+    return stack
+
+
+SEPARATE = {
+    "products": lambda s: (s @ s.mT) @ s,
+    "in-place": lambda s: s.mul_(2.0).add_(1.0),
+    "norms": lambda s: s / s.flatten(1).norm(dim=1)[:, None, None],
+    "diagonals": with_diagonals,
+    "transposed": lambda s: s.mT.exp().mT,
+    "one by one": lambda s: torch.cat([(one * 2.0).unsqueeze(0) for one in s]),
+}
+TOGETHER = {
+    "norm": lambda s: s / s.norm(),
+    "sum": lambda s: s - s.sum(0),
+    "first": lambda s: s * s[0],
+    "neighbour": with_neighbour,
+    "order": lambda s: s.flip(0),
+    "norms in another order": lambda s: s / s.flatten(1).norm(dim=1).flip(0)[:, None, None],
+}
+
+
+@pytest.mark.parametrize("of_stack", SEPARATE.values(), ids=SEPARATE)
+def test_entries_of_a_stack_are_separate(of_stack: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert separable(Stacking(parameters([(6, 4)] * 2), of_stack))
+
+
+@pytest.mark.parametrize("of_stack", TOGETHER.values(), ids=TOGETHER)
+def test_entries_of_a_stack_that_meet_are_not(of_stack: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedOptimizer, match="updates parameters together"):
+        separable(Stacking(parameters([(6, 4)] * 2), of_stack))
+
+
 # -- stacks ------------------------------------------------------------------------------------
 
 STACK = (4, 3, 5)

@@ -24,6 +24,8 @@ PACKAGES: dict[str, dict[str, Any]] = {  # with the arguments of every optimizer
     "schedulefree": {"lr": 0.01},
     "bitsandbytes.optim": {"lr": 0.01},
     "torchao.optim": {"lr": 0.01},
+    "optimuon": {"lr": 0.01},
+    "adv_optm": {"lr": 0.01},
 }
 SHAPES = ((31, 17), (7, 12), (17, 31))  # equal shapes are stacked, and products of a stack may round otherwise
 

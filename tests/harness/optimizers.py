@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,6 +120,50 @@ class StackMuon(Optimizer):
         param.add_(orthogonal(update), alpha=-self.rate(group["lr"], tuple(param.shape)))
 
 
+class BatchedMuon(Optimizer):
+    """Muon that stacks matrices of one shape, as optimuon does: products of stacks round otherwise, mostly odd ones.
+
+    Args:
+        clip: the most that the norm of all gradients may be.
+        average: divide updates by their number.
+        largest: a number of elements. Larger matrices are divided by the norm of all that have their shape.
+        dtype: of products.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        clip: float = 0.0,
+        average: bool = False,
+        largest: float = math.inf,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.clip, self.average, self.largest, self.dtype = clip, average, largest, dtype
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            alike: dict[Shape, list[Tensor]] = {}
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                alike.setdefault(tuple(param.shape), []).append(param)
+                average = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+                average.lerp_(param.grad, 0.1)
+            if self.clip:
+                norm = torch.stack(torch._foreach_norm([param.grad for param in params])).norm()
+                torch._foreach_mul_([self.state[param]["momentum_buffer"] for param in params], self.clip / norm)
+            for shape, own in alike.items():
+                updates = torch.stack([self.state[param]["momentum_buffer"] for param in own])
+                if len(shape) == 2:  # one matrix alone is no stack
+                    updates = orthogonal_of_any(updates if len(own) > 1 else updates[0], self.dtype).view(-1, *shape)
+                if own[0].numel() > self.largest:
+                    updates = updates / updates.norm()
+                for param, update in zip(own, updates.unbind(), strict=True):
+                    param.sub_(update, alpha=group["lr"] / (len(params) if self.average else 1))
+
+
 class EntriesMuon(StackMuon):
     """Steps further the more entries a stack has: a part of the stack is not to be taken for the whole."""
 
@@ -138,6 +183,18 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.transpose(-2, -1) if tall else x
+
+
+def orthogonal_of_any(x: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+    """Newton-Schulz on one matrix, or on every matrix of a stack, by the products of each."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    x = x.to(dtype)
+    x = x / (x.norm() if x.ndim == 2 else x.flatten(1).norm(dim=1)[:, None, None])
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
 
 
 # -- shared captures -------------------------------------------------------------------------------

@@ -27,6 +27,10 @@ OPTIMIZERS = {
         Published("SOAP", {"lr": 0.01}, shapes=UNLIKE, by_line=True),
         Published("PSGDKron", {"lr": 0.01}, DRAWN, shapes=((16, 24), (24, 8)), by_line=True),
     ),
+    "optimuon": (Published("Muon", {"lr": 0.01}, shapes=UNLIKE),),
+    "adv_optm": (
+        Published("Muon_adv", {"lr": 0.01, "state_precision": "int8_sr"}, "draws random numbers from one generator"),
+    ),
     "pytorch_optimizer.optimizer": (
         *(Published(name, {"lr": 0.01}, TOGETHER) for name in ("AdaGC", "Adai", "AdamS", "ASGD", "AvaGrad")),
         *(Published(name, {"lr": 1.0}, TOGETHER) for name in ("DAdaptAdam", "DAdaptSGD", "Prodigy")),

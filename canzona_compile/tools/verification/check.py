@@ -127,6 +127,7 @@ def verify(
         idle=first.idle,
         leaves=of_both_plans(*(merged([getattr(o, plan) for o in outcomes]) for plan in ("leaves", "owned"))),
         everywhere=first.everywhere,
+        bits=first.bits,
     )
     if json is not None:
         write(f"{found.to_json()}\n", json, "json")

@@ -80,6 +80,7 @@ class Findings:
         local: parameters whose ranks updated their fragments by themselves, and why.
         everywhere: matrices that every rank computed in the first of two plans; all of them had owners in the second
             one. Empty if there was one plan only.
+        bits: a sentence for each optimizer that batches matrices. Its plain run steps each matrix alone.
     """
 
     build: str
@@ -97,6 +98,7 @@ class Findings:
     idle: tuple[str, ...] = ()
     leaves: tuple[LeafDifference, ...] = ()
     everywhere: tuple[str, ...] = ()
+    bits: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -205,6 +207,8 @@ def findings_parts(f: Findings) -> Iterator[Block]:
     if f.everywhere:
         every = plural(len(f.everywhere), "matrix", "matrices")
         yield role("plans", 2, f"as planned, where every rank computes {every}, and with owners for all of them")
+    for said in f.bits:
+        yield note(f"{said}.")
     if f.idle:
         yield role("idle", len(f.idle), f"never had a gradient: {some(f.idle)}")
     yield note(f"torch {f.torch}, seed {f.seed}, {f.seconds:.1f} s", "dim")

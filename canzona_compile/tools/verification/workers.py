@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from canzona_compile.api.chain import Chain
 from canzona_compile.api.wrap import explain
@@ -21,6 +23,8 @@ from canzona_compile.compat.optimizer_class import class_as_written
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
+from canzona_compile.rehearsal.rehearsal import rehearse
+from canzona_compile.rehearsal.trial import apart
 from canzona_compile.report.explain import ExplainedParameter
 from canzona_compile.session.gradients import check_gradient
 from canzona_compile.tools.verification.compare import distance
@@ -99,6 +103,7 @@ class RankOutcome:
 
     Attributes:
         owned: the leaves where owners compute, see `of_both_plans`.
+        bits: what `explain` says of bits.
     """
 
     optimizer: str
@@ -107,6 +112,7 @@ class RankOutcome:
     everywhere: tuple[str, ...]
     idle: tuple[str, ...]
     roles: dict[str, tuple[str, str]]
+    bits: tuple[str, ...]
 
 
 # -- plain -----------------------------------------------------------------------------------------
@@ -116,16 +122,31 @@ def run_plain(order: Order, folder: str) -> None:
     """Run all steps of the plain optimizer on whole tensors, and write them into the journal of a folder."""
     made, journal = built(order.build, order.seed), Journal(folder)
     members = made.optimizer.optimizers if isinstance(made.optimizer, Chain) else (made.optimizer,)
-    for own in members if order.options.get("one_per_matrix") is None else ():
-        own.__class__ = class_as_written(type(own))  # which twins run
+    step_all: Callable[[], Any] = made.optimizer.step
+    if order.options.get("one_per_matrix") is None:
+        for own in members:
+            own.__class__ = class_as_written(type(own))  # which twins run
+        if any(alone := [step_of_each(own) for own in members]):
+            steps = [each or own.step for each, own in zip(alone, members, strict=True)]
+            step_all = lambda: [one() for one in steps]  # noqa: E731
     with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
         journal.write(0, StepPage((), made.leaves()))
     for step in range(1, order.steps + 1):
         grads = gradients(made, order.seed, step, order.options.get("missing_grads", "skip"))
         with blamed(f"step {step} of the plain optimizer"):
-            made.optimizer.step()
+            step_all()
         with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
             journal.write(step, StepPage(grads, made.leaves()))
+
+
+def step_of_each(optimizer: Optimizer) -> Callable[[], Any] | None:
+    """What steps each parameter alone, if that is what is promised, as the optimizer batches them; None if not."""
+    with warnings.catch_warnings(), contextlib.suppress(CanzonaError):  # the wrapped one says both
+        warnings.simplefilter("ignore")
+        habits = rehearse(optimizer)
+        if habits.batches is not None:
+            return apart(optimizer, counters=bool(habits.counters), in_order=True)
+    return None
 
 
 def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple[Tensor | None, ...]:
@@ -192,7 +213,7 @@ def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
             log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
     idle = tuple(name for name in made.names if name not in given)
     roles = {name: (row.how, row.why) for name, row in explained(made).items() if name in given}
-    return RankOutcome(kind, tally.rows, owned.rows, everywhere, idle, roles)
+    return RankOutcome(kind, tally.rows, owned.rows, everywhere, idle, roles, explain(made.optimizer).bits)
 
 
 def compare_step(made: Built, layout: LayoutName, page: StepPage, step: int, tally: Tally) -> None:
