@@ -77,9 +77,21 @@ def test_bits_of_the_plain_optimizer(name: str, case: Case, script: str, seeds: 
             assert "recorded once" in results[0].how[-1] or (right.script.moving(0, 1) and not right.script.kernels)
 
 
+STACKED = [Case("stack_dim1", (2,)), Case("stack_dim0", (2,)), Case("stack_dims", (2, 2))]
+
+
+@pytest.mark.parametrize("case", first(STACKED), ids=str)
+@pytest.mark.parametrize("script", first(["kernels", "rates", "missing gradients and a reload", "three micro-groups"]))
+def test_stacks_of_matrices(case: Case, script: str) -> None:
+    right = Right("stacks", case, script)
+    results = run_script(right.script, 0, right.plain)
+    assert right.wrong(results) == []
+    assert "recorded once" in results[0].how[-1]
+
+
 # Symmetric products of ours, which CUDA takes, round otherwise than plain ones: a bit of bfloat16 in Muon's updates of
 # about 0.05, of float32 in the others'.
-ROUNDING = {"muon": 0.05 * 2**-7, "shampoo": 2**-20, "soap": 2**-20}
+ROUNDING = {"muon": 0.05 * 2**-7, "stacks": 0.05 * 2**-7, "shampoo": 2**-20, "soap": 2**-20}
 
 
 class Right:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import canzona_compile
 from canzona_compile.runtime.step_clock import MeasuredStep
+from examples.optimizers.muon import Muon as StackedMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.fake_cuda.device import current_device
@@ -35,9 +36,11 @@ from tests.harness.optimizers import SHARED, Shared, share_captures
 from tests.harness.pairs import different, params_of
 
 SHAPES = ((12, 8), (8, 12), (12, 8), (7, 5), (12, 8))
+STACKS = ((3, 12, 8), (2, 8, 12), (3, 12, 8), (2, 7, 5), (3, 12, 8))  # of "stacks"
 EVERY = 3
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "stacks": lambda params: StackedMuon(params, lr=0.05, momentum=0.9, weight_decay=0.1),
     "soap": lambda params: SOAP(params, lr=0.01, every=EVERY),
     "shampoo": lambda params: Shampoo(params, lr=0.05, every=EVERY),
 }
@@ -110,8 +113,9 @@ class Plain:
 def plain_training(script: Script) -> Plain:
     """The plain optimizer on whole tensors."""
     random = torch.Generator().manual_seed(5)
-    first = [torch.randn(shape, generator=random) for shape in SHAPES]
-    grads = [[torch.randn(shape, generator=random) for shape in SHAPES] for _ in range(script.steps)]
+    shapes = STACKS if script.name == "stacks" else SHAPES
+    first = [torch.randn(shape, generator=random) for shape in shapes]
+    grads = [[torch.randn(shape, generator=random) for shape in shapes] for _ in range(script.steps)]
     params = [torch.nn.Parameter(value.clone()) for value in first]
     optimizer = MAKERS[script.name](params[: len(params) - len(script.joins)])
     for step, values in enumerate(grads):
