@@ -71,6 +71,7 @@ def plan_page(forecast: Forecast) -> PageModel:
             else "",
             beside(forecast.zero1) if forecast.zero1 else "",
             f"{plural(forecast.elementwise, 'parameter')} updated elementwise, {how}" if forecast.elementwise else "",
+            f"the matrices have {forecast.share:.1%} of all elements" if forecast.share < 1 else "",
             f"plan {forecast.fingerprint[:12]}",
         ),
         facts=(
