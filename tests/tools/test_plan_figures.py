@@ -151,6 +151,20 @@ def test_stages_work_side_by_side() -> None:
     assert (early, late) == ({0, 1}, {2, 3})
 
 
+class StackSGD(torch.optim.Optimizer):
+    """Normalized gradients of matrices, or of each entry of a stack."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                gram = param.grad.mT @ param.grad
+                param.sub_(group["lr"] * (param.grad @ gram))
+
+
 @pytest.mark.full
 def test_experts_are_owned_where_they_lie() -> None:
     shapes = {name: {"shape": [4, 48, 32], "experts": True} for name in ("gate", "up")}
@@ -161,6 +175,8 @@ def test_experts_are_owned_where_they_lie() -> None:
     assert {t.shape for t in found.tasks} == {(48, 32)}
     owners = {part: {t.owner for t in found.tasks if f"@{part}" in t.name} for part in (0, 1)}
     assert owners == {0: {0, 2, 4, 6}, 1: {1, 3, 5, 7}}
+    whole = planned(shapes, "fsdp=4,ep=2", optimizer=StackSGD).forecast
+    assert [(t.name, t.shape) for t in whole.tasks] == [(f"{n}@{part}", (2, 48, 32)) for n in shapes for part in (0, 1)]
 
 
 # -- memory ----------------------------------------------------------------------------------------
