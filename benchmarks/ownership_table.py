@@ -25,7 +25,7 @@ from canzona_compile.ownership.buffer import Shards, length, rows_of
 from canzona_compile.ownership.jobs import NOTHING, Job, Rows, imbalance, loads
 from canzona_compile.ownership.lpt import TwoStageLpt
 
-DATA = Path(canzona_compile.__file__).parent / "data" / "qwen3.json"
+DATA = Path(canzona_compile.__file__).parent / "data" / "models.json"
 STEPS = 5  # of Newton-Schulz
 OFF = 0.02  # that a figure may differ from the simulated one
 RULES = ("start index", "alpha = 0", "alpha = 1", "contiguous", "free order", "worst shard")
@@ -120,10 +120,10 @@ def runs(jobs: Sequence[Job], limit: float) -> dict[int, int]:
 def jobs_of(model: str, tensor_parallel: int) -> list[Job]:
     """All fused matrices in the order in which Megatron registers them: whole costs, elements of a rank's shard."""
     config = models()[model]
-    hidden, inner = config["hidden"], config["intermediate"]
-    q, kv = (config[heads] * models()["_common"]["head_dim"] for heads in ("heads", "kv_heads"))
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value"))
     shapes = {"proj": (hidden, q), "qkv": (q + 2 * kv, hidden), "fc1": (2 * inner, hidden), "fc2": (hidden, inner)}
-    named = [(f"{i}.{name}", shape) for i in range(config["layers"]) for name, shape in shapes.items()]
+    named = [(f"{i}.{name}", shape) for i in range(config["num_hidden_layers"]) for name, shape in shapes.items()]
     return [
         Job(name, index, newton_schulz(*shape), shape[0] * shape[1] // tensor_parallel)
         for index, (name, shape) in enumerate(named)

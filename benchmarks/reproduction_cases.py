@@ -17,11 +17,12 @@ from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.passes import OwnerReplica, lowering_passes
 from canzona_compile.report.build import imbalance, rank_loads
 from canzona_compile.simulation.simulate import simulate
+from canzona_compile.tools.planning.configs import module_of, presets
 from canzona_compile.tools.planning.figures import Alternative
 from canzona_compile.tools.planning.mesh import parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_of
-from canzona_compile.tools.planning.plan import machine_of
-from canzona_compile.tools.planning.weights import Decoder, Model, parse_split, preset
+from canzona_compile.tools.planning.plan import machine_of, model_of
+from canzona_compile.tools.planning.weights import SPLITS, arranged
 from static_start import planning_by
 
 HARDWARE = named_hardware("h100")
@@ -147,7 +148,7 @@ def static_imbalance(setting: Setting, split: str) -> float:
 def captured(setting: Setting, split: str) -> Step:
     """The step of Muon for a model."""
     mesh = parse_mesh(setting.mesh)
-    model = preset(setting.model, parse_split(split))
+    model = model_of(setting.model, split)
     return captured_step(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh)).step
 
 
@@ -163,7 +164,7 @@ class Iteration:
 
 def iteration(case: Case) -> Iteration:
     mesh = parse_mesh(case.setting.mesh)
-    model = preset(case.setting.model, parse_split(case.split))
+    model = model_of(case.setting.model, case.split)
     passes = 6 * model.active * TOKENS / (mesh.ranks * PEAK * UTILISATION)
     best = min(case.fast, min(case.owners.values()))
     return Iteration(passes, passes + case.redundant["lpt"], passes + case.owners["alpha"], passes + best)
@@ -178,18 +179,15 @@ class Scale:
 
 
 # A mixture of experts of 1.03 T parameters, in the dims of the largest open ones.
-TRILLION = Decoder(
-    layers=61,
-    hidden=7168,
-    intermediate=2048,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    vocab=163840,
-    tied=False,
-    experts=384,
-    top_k=8,
-)
+TRILLION = presets()["qwen3-235b-a22b"] | {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 163840,
+    "num_experts": 384,
+}
 SCALE = (
     Scale("qwen3-32b", "fsdp=128,tp=8"),
     Scale("qwen3-235b-a22b", "fsdp=32,ep=8,tp=4"),
@@ -217,8 +215,9 @@ class ScaleRow:
 
 
 def scale(where: Scale) -> ScaleRow:
-    split = parse_split("qkv,gate-up")
-    model: Model = TRILLION.model(where.name, split) if where.name == "moe-1t" else preset(where.name, split)
+    model = (
+        arranged(model_of(module_of(TRILLION, where.name)), SPLITS) if where.name == "moe-1t" else model_of(where.name)
+    )
     begin = time.perf_counter()
     plan = canzona_compile.plan(model, mesh=where.mesh, hardware=HARDWARE, strategy="owner", alternatives=False)
     found = plan.forecast

@@ -117,7 +117,7 @@ def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most
             bins.append([])
             load = GridLoad(known)
         bins[-1].append(task)
-        load.add(task)
+        load.add(task.owner, task.placed)
     return bins
 
 

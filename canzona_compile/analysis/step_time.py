@@ -84,9 +84,12 @@ class GridLoad:
         self.up: dict[object, int] = {None: 0}
         self.down: dict[object, int] = {None: 0}
 
-    def add(self, task: Task) -> None:
-        for total, amount in zip((self.flops, self.up, self.down), self.known[task.placed], strict=True):
-            total[task.owner] = total.get(task.owner, 0) + amount
+    def add(self, owner: object, cut: str, count: int = 1) -> None:
+        """Add tasks of one owner and cut."""
+        flops, up, down = self.known[cut]
+        self.flops[owner] = self.flops.get(owner, 0) + count * flops
+        self.up[owner] = self.up.get(owner, 0) + count * up
+        self.down[owner] = self.down.get(owner, 0) + count * down
 
     def with_(self, task: Task) -> tuple[int, int]:
         """FLOPs and bytes gathered of the busiest rank that computes `task`, if `task` is added."""
@@ -104,8 +107,8 @@ def busiest(by_owner: Mapping[object, N]) -> N:
 def load_by_owner(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> GridLoad:
     """The load of tasks of one grid."""
     load = GridLoad(weights(tasks, placed))
-    for task in tasks:
-        load.add(task)
+    for (owner, cut), count in Counter((task.owner, task.placed) for task in tasks).items():
+        load.add(owner, cut, count)
     return load
 
 
@@ -171,8 +174,10 @@ def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLau
 def uneven_of(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], rates: Rates) -> float:
     """Seconds that products take more than their FLOPs say, on the owner of one micro-group with the most of them."""
     by_owner: dict[object, float] = defaultdict(float)
-    for (owner, cut, _), count in Counter((task.owner, task.placed, task.param_group) for task in tasks).items():
-        by_owner[owner] += shared[cut].uneven(count, rates)
+    counts = Counter((task.owner, task.placed, task.param_group) for task in tasks)
+    known = {(cut, n): shared[cut].uneven(n, rates) for cut, n in {(cut, n) for (_, cut, _), n in counts.items()}}
+    for (owner, cut, _), count in counts.items():
+        by_owner[owner] += known[cut, count]
     return busiest({None: 0.0, **by_owner})
 
 

@@ -55,6 +55,8 @@ class Box:
         """The part of a tensor of `shape` that broadcasts to this box. Its dims of size 1 are whole."""
         if len(shape) != len(self.size):
             return Box.whole(shape)
+        if 1 not in shape:
+            return self
         pairs = zip(self.start, self.size, shape, strict=True)
         start_size = [(0, min(size, 1)) if length == 1 else (start, size) for start, size, length in pairs]
         return Box(tuple(s for s, _ in start_size), tuple(n for _, n in start_size))

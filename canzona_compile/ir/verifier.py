@@ -34,7 +34,8 @@ from canzona_compile.ir.step import (
 
 GridPosition = tuple[int, int]
 ALL_PAIRS_RANKS = 16  # of larger grids only some pairs of ranks are checked
-SAMPLED_PAIRS = 128
+SAMPLED_PAIRS = 128  # of one exchange
+MOST_PAIRS, FEWEST_PAIRS = 1 << 14, 8  # of all exchanges together, and of each
 
 
 def verify(step: Step, before: Step | None = None) -> None:
@@ -124,6 +125,8 @@ def grouped(step: Step) -> None:
 
 def routed(step: Step) -> None:
     cuts = {p.name: p for p in step.placed}
+    exchanges = sum(len(group.exchanges) for group in step.micro_groups)
+    sample = max(FEWEST_PAIRS, min(SAMPLED_PAIRS, MOST_PAIRS // max(1, exchanges)))
     for group in step.micro_groups:
         tasks, grid = [step.task(name) for name in group.tasks], step.grid_of(group)
         for phase, exchange in (
@@ -136,7 +139,7 @@ def routed(step: Step) -> None:
             if (exchange is not None) != bool(routes):
                 raise InvalidStep("it exists, but has nothing to carry" if exchange else "it is missing", at=where)
             if exchange is not None:
-                fused(exchange, phase, routes, grid, where)
+                fused(exchange, phase, routes, grid, where, sample)
 
 
 def wanted(phase: Phase, tasks: Iterable[Task], grid: Grid, cuts: dict[str, Placed]) -> list[tuple[Task, Wire]]:
@@ -147,7 +150,9 @@ def wanted(phase: Phase, tasks: Iterable[Task], grid: Grid, cuts: dict[str, Plac
     return [(t, w) for t in tasks for w in cuts[t.placed].scatter if needed and t.owner is not None]
 
 
-def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], grid: Grid, where: str) -> None:
+def fused(
+    exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], grid: Grid, where: str, sample: int
+) -> None:
     if exchange.phase is not phase:
         raise InvalidStep(f"it says that it is a {exchange.phase}", at=where)
     counts = Counter((item.task, item.wire) for item in exchange.items)
@@ -157,7 +162,7 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
     if counts:
         task_name, wire = next(iter(counts))
         raise InvalidStep(f"wire {wire.name} of {task_name} should not be in it", at=where)
-    pairs = some_pairs(phase, grid)
+    pairs = some_pairs(phase, grid, sample)
 
     @cache
     def box_of(route: int, shard: int) -> Box:
@@ -186,13 +191,13 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
             raise InvalidStep(f"{box_of(first, shard)} of {task.name}.{wire.name} is missing", at=at)
 
 
-def some_pairs(phase: Phase, grid: Grid) -> Iterator[tuple[GridPosition, GridPosition]]:
+def some_pairs(phase: Phase, grid: Grid, sample: int = SAMPLED_PAIRS) -> Iterator[tuple[GridPosition, GridPosition]]:
     """Pairs (source, target) of ranks that exchange blocks in a phase: all pairs, or a sample on large grids."""
     teams, size = (grid.shards, grid.replicas) if phase is Phase.EXCHANGE else (grid.replicas, grid.shards)
     total = teams * size * size
     stride = 1
     if grid.size > ALL_PAIRS_RANKS:
-        stride = total // SAMPLED_PAIRS + 1
+        stride = total // sample + 1
         while math.gcd(stride, grid.size) > 1:  # otherwise the same target would come up again and again
             stride += 1
     for i in range(0, total, stride):

@@ -10,13 +10,14 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from canzona_compile.analysis.step_time import load_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.layout import Box, Grid, Shape
+from canzona_compile.ir.layout import Box, Grid
 from canzona_compile.ir.step import (
     Act,
     Event,
@@ -215,28 +216,29 @@ def wire_bytes(exchange: Exchange, grid: Grid) -> int:
     The result is the sum of `Exchange.block` over all pairs of different ranks. Most blocks are empty; this finds the
     others from the owners and does not visit each pair.
     """
-    blocks: dict[tuple[Any, int], int] = defaultdict(int)
+    alike: dict[Any, int] = defaultdict(int)  # items with one end, wire and set of fragments
+    boxes = {id(item.boxes): item.boxes for item in exchange.items}
     for item in exchange.items:
         # The bytes that one rank sends to one other rank: keyed by owner, or by source replica in an exchange.
         end = item.owner[0] if exchange.phase is Phase.EXCHANGE and item.owner else item.owner
-        for shard, count in enumerate(fragment_sizes(item.wire.shape, item.boxes)):
-            blocks[end, shard] += count * item.wire.itemsize
+        alike[end, item.wire, id(item.boxes)] += 1
+    sizes = {
+        (wire, key): np.array([wire.box(box).numel * wire.itemsize for box in boxes[key]], dtype=np.int64)
+        for wire, key in {key[1:] for key in alike}
+    }
+    blocks: dict[Any, Any] = defaultdict(int)  # by end, an array over shards
+    for (end, wire, key), count in alike.items():
+        blocks[end] = blocks[end] + count * sizes[wire, key]
     total, unit = 0, exchange.alignment
-    for (end, shard), size in blocks.items():
+    for end, by_shard in blocks.items():
+        padded = -(-by_shard // unit) * unit
         if exchange.phase is Phase.EXCHANGE:
-            copies = grid.replicas - 1
+            total += (grid.replicas - 1) * int(padded.sum())
         elif end is None:
-            copies = (grid.shards - 1) * grid.replicas
+            total += (grid.shards - 1) * grid.replicas * int(padded.sum())
         else:
-            copies = int(shard != end[1])
-        total += copies * -(-size // unit) * unit
+            total += int(padded.sum() - padded[end[1]])
     return total
-
-
-@lru_cache(maxsize=1024)
-def fragment_sizes(shape: Shape, boxes: tuple[Box, ...]) -> tuple[int, ...]:
-    """Count the elements of a wire of `shape` that each shard holds."""
-    return tuple(box.of(shape).numel for box in boxes)
 
 
 def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:

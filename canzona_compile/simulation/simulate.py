@@ -70,8 +70,9 @@ def simulate(step: Step, hardware: Hardware, *, shown: Collection[int] = ()) -> 
 def matrices_by_rank(step: Step) -> Counter[int]:
     """Count the matrices that each rank keeps books of: those that it holds a fragment of."""
     held: Counter[int] = Counter()
-    for grid, number in Counter(task.layout.grid for task in step.tasks).items():
-        held.update(dict.fromkeys(grid.members(), number))
+    grids = {id(task.layout.grid): task.layout.grid for task in step.tasks}  # to compare large ones takes long
+    for key, number in Counter(id(task.layout.grid) for task in step.tasks).items():
+        held.update(dict.fromkeys(grids[key].members(), number))
     return held
 
 

@@ -220,6 +220,7 @@ def test_of_many_pairs_a_sample_is_looked_at() -> None:
         pairs = list(some_pairs(phase, grid_of(8, 64)))
         assert 100 <= len(pairs) == len(set(pairs)) <= 128
         assert len({b for _, b in pairs}) > 100, "different ranks"
+        assert 6 <= len(list(some_pairs(phase, grid_of(8, 64), 8))) <= 8, "of each of thousands of exchanges"
 
 
 def test_routes_that_a_pass_keeps_are_checked_once() -> None:

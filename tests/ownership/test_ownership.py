@@ -269,11 +269,11 @@ def test_swaps_relieve_the_busiest() -> None:
 def decoder(model: str) -> list[Job]:
     """Every matrix of a model as it is optimized once fused ones are split."""
     config = models()[model]
-    hidden, q, kv = config["hidden"], config["heads"] * 128, config["kv_heads"] * 128
-    inner = config["intermediate"]
-    block = [(inner, hidden), (inner, hidden), (hidden, inner)] * config.get("experts", 1)
+    hidden, q, kv = config["hidden_size"], *(config[f"num_{k}_heads"] * 128 for k in ("attention", "key_value"))
+    inner = config["intermediate_size"]
+    block = [(inner, hidden), (inner, hidden), (hidden, inner)]
     layer = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q), *block]
-    return [Job(f"m{i}", i, newton_schulz(*s), s[0] * s[1]) for i, s in enumerate(layer * config["layers"])]
+    return [Job(f"m{i}", i, newton_schulz(*s), s[0] * s[1]) for i, s in enumerate(layer * config["num_hidden_layers"])]
 
 
 def test_split_qwen_on_256_ranks() -> None:

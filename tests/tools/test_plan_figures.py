@@ -15,7 +15,6 @@ from canzona_compile.ir.step import Phase
 from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.report.build import make_report
 from canzona_compile.report.schema import Facts, Figures, TemplateReport
-from canzona_compile.tools.planning.weights import Decoder
 from tests.harness.marks import also
 
 Q, UP = (48, 48), (48, 80)
@@ -152,15 +151,32 @@ def test_stages_work_side_by_side() -> None:
     assert (early, late) == ({0, 1}, {2, 3})
 
 
+class StackSGD(torch.optim.Optimizer):
+    """Normalized gradients of matrices, or of each entry of a stack."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                gram = param.grad.mT @ param.grad
+                param.sub_(group["lr"] * (param.grad @ gram))
+
+
 @pytest.mark.full
 def test_experts_are_owned_where_they_lie() -> None:
-    model = Decoder(1, 32, 16, 2, 2, 16, 64, True, experts=4, top_k=2).model("small", ("qkv", "gate-up"))
-    found = planned(model, "fsdp=2,ep=2").forecast
-    assert found.matrices == 4 + 3 * 4
-    owners = {expert: {t.owner for t in found.tasks if f"experts.{expert}." in t.name} for expert in range(4)}
-    assert owners[0] | owners[1] == {0, 2}
-    assert owners[2] | owners[3] == {1, 3}
-    assert {t.layout for t in found.tasks} == {"S0"}
+    shapes = {name: {"shape": [4, 48, 32], "experts": True} for name in ("gate", "up")}
+    found = planned(shapes, "fsdp=4,ep=2").forecast  # Muon takes no stacks, so that each entry is a matrix
+    assert [t.name for t in found.tasks] == [
+        f"{name}@{part}[{i}]" for name in shapes for part in (0, 1) for i in (0, 1)
+    ]
+    assert {t.shape for t in found.tasks} == {(48, 32)}
+    owners = {part: {t.owner for t in found.tasks if f"@{part}" in t.name} for part in (0, 1)}
+    assert owners == {0: {0, 2, 4, 6}, 1: {1, 3, 5, 7}}
+    whole = planned(shapes, "fsdp=4,ep=2", optimizer=StackSGD).forecast
+    assert [(t.name, t.shape) for t in whole.tasks] == [(f"{n}@{part}", (2, 48, 32)) for n in shapes for part in (0, 1)]
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape, dtensor_layout
 from canzona_compile.tools.planning.mesh import DIMS, WeightSharding, check, parse_mesh
-from canzona_compile.tools.planning.weights import Model, ModelWeight, from_shapes, preset
+from canzona_compile.tools.planning.weights import Model, ModelWeight, from_shapes
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import full
 from tests.harness.ranks import run
@@ -28,8 +28,8 @@ SHAPES: tuple[Shape, ...] = ((8, 12), (7, 5), (10, 3), (3, 9), (1, 4))
 Cuts = Sequence[int | None]
 
 
-def offline(mesh: str, weight: ModelWeight, layers: int = 1, experts: int = 0) -> tuple[Layout, ...]:
-    return WeightSharding(parse_mesh(mesh), layers, experts).layouts(weight)
+def offline(mesh: str, weight: ModelWeight, layers: int = 1) -> tuple[Layout, ...]:
+    return WeightSharding(parse_mesh(mesh), layers).layouts(weight)
 
 
 # -- what torch makes of a mesh --------------------------------------------------------------------
@@ -106,22 +106,27 @@ def test_stacks_of_experts_are_dealt_out_as_torch_does_it(mesh: str, shape: Shap
 # -- expert and pipeline parallelism ---------------------------------------------------------------
 
 
-def test_an_expert_s_matrices_lie_on_one_coordinate_of_ep_and_dense_ones_on_all() -> None:
-    model = preset("qwen3-30b-a3b", ("qkv", "gate-up"))
-    found: dict[str, set[int]] = {}
-    for weight in model.weights[: 4 + 3 * model.experts]:
-        (layout,) = offline("fsdp=2,ep=4", weight, model.layers, model.experts)
-        assert layout.grid.replicas == 1
-        found.setdefault(weight.name, set()).update(layout.grid.members())
-    assert found["layers.0.self_attn.q_proj.weight"] == set(range(8))
-    for expert, ranks in ((0, {0, 4}), (31, {0, 4}), (32, {1, 5}), (127, {3, 7})):
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            assert found[f"layers.0.mlp.experts.{expert}.{name}.weight"] == ranks
+def test_a_stack_lies_on_the_coordinates_of_ep_and_dense_weights_on_all_ranks() -> None:
+    (dense,) = offline("fsdp=2,ep=4", ModelWeight("w", (8, 8)))
+    assert (dense.grid.replicas, set(dense.grid.members())) == (1, set(range(8)))
+    parts = offline("fsdp=2,ep=4", ModelWeight("w", (4, 8, 8), experts=True))  # too few entries for FSDP
+    assert [set(part.grid.members()) for part in parts] == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
+    assert {part.shape for part in parts} == {(1, 8, 8)}
+
+
+def test_each_entry_of_a_stack_lies_where_the_stack_does() -> None:
+    sharding, weight = WeightSharding(parse_mesh("fsdp=2,ep=2,tp=2"), 1), ModelWeight("w", (2, 8, 12), 0, 2, True)
+    stacks, entries = sharding.layouts(weight), sharding.entries(weight)
+    assert [own.grid for own in stacks] == [own.grid for own in entries]
+    for stack, entry in zip(stacks, entries, strict=True):
+        assert (stack.shape, entry.shape) == ((1, 8, 12), (8, 12))
+        assert [box.size[1:] for box in stack.boxes] == [box.size for box in entry.boxes] == [(4, 6)] * 4
+    assert sharding.entries(weight) is entries, "all weights alike share their layouts"
 
 
 def test_without_fsdp_experts_have_replicas_over_dp_alone() -> None:
-    (dense,) = offline("dp=2,ep=4", ModelWeight("w", (8, 8)), experts=8)
-    (own,) = offline("dp=2,ep=4", ModelWeight("w", (8, 8), expert=6), experts=8)
+    (dense,) = offline("dp=2,ep=4", ModelWeight("w", (8, 8)))
+    own = offline("dp=2,ep=4", ModelWeight("w", (8, 8, 8), experts=True))[3]
     assert (dense.grid.replicas, dense.grid.shards) == (8, 1)
     assert own.grid.ranks == ((3,), (7,))
 
@@ -178,7 +183,7 @@ def test_fragments_tile_every_weight(
     stack = len(shape) > 2
     cut = None if dim < stack or dim >= len(shape) else dim
     weight = ModelWeight("w", shape, layer, cut, experts=stack)
-    sharding = WeightSharding(mesh, 4, shape[0])
+    sharding = WeightSharding(mesh, 4)
     parts = sharding.layouts(weight)
     seen = [rank for part in parts for rank in part.grid.members()]
     stage = mesh.ranks // mesh.size("pp")
@@ -196,8 +201,9 @@ def test_fragments_tile_every_weight(
 
 # -- meshes that cannot be -------------------------------------------------------------------------
 
-DENSE = preset("qwen3-0.6b", ("qkv", "gate-up"))  # 28 layers, 16 heads, 8 key-value heads
-ROUTED = preset("qwen3-30b-a3b", ("qkv", "gate-up"))  # 128 experts
+W = (ModelWeight("w", (8, 8)),)
+DENSE = Model("qwen3-0.6b", W, 28, 16, 8)
+ROUTED = Model("qwen3-30b-a3b", W, 48, 32, 4, 128)
 STACKS = from_shapes(
     {"a": {"shape": [4, 8, 8], "experts": True}, "b": {"shape": [6, 8, 8], "experts": True}}, "stacks", "shapes"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,20 @@ import torch
 from torch import nn
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.tools.planning.configs import module_of, presets, read_object
+from canzona_compile.tools.planning.plan import model_of
 from canzona_compile.tools.planning.weights import (
     Model,
     ModelWeight,
-    from_config,
+    arranged,
     from_module,
     from_shapes,
     parse_split,
-    preset,
-    presets,
-    read_object,
+    tensor_dim,
 )
+from tests.harness.marks import first
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of transformers
 BOTH = ("qkv", "gate-up")
 # Parameters in billions, as the models' cards say.
 PUBLIC = {
@@ -34,8 +37,60 @@ PUBLIC = {
     "qwen3-32b": 32.762,
     "qwen3-30b-a3b": 30.532,
     "qwen3-235b-a22b": 235.094,
+    "deepseek-v3": 671.026,
+    "gpt-oss-120b": 116.829,
 }
-ACTIVE = {"qwen3-30b-a3b": 3.0, "qwen3-235b-a22b": 21.5}  # that a token meets, of the head and all matrices
+ACTIVE = {"qwen3-30b-a3b": 3.0, "qwen3-235b-a22b": 21.5, "deepseek-v3": 36.6, "gpt-oss-120b": 5.1}
+# The least of what makes a kind of model special, in one to four layers.
+SMALL: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "gpt_oss": {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size_mlp": 96, "moe_layers": [1]},
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "mixtral": {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+}
+
+
+def small(kind: str) -> dict[str, Any]:
+    return {"model_type": kind, **COMMON, **SMALL[kind]}
 
 
 def refusal(caught: pytest.ExceptionInfo[CanzonaError]) -> tuple[str, str, str]:
@@ -50,38 +105,38 @@ def test_presets_are_those_that_are_public() -> None:
     assert presets().keys() == PUBLIC.keys()
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", first(PUBLIC))
 def test_parameters_are_as_many_as_the_public_models_have(name: str) -> None:
-    model = preset(name, BOTH)
+    model = model_of(name)
     assert round(sum(weight.elements for weight in model.everything) / 1e9, 3) == PUBLIC[name]
     assert {weight.layer for weight in model.weights} == set(range(model.layers))
     assert len({weight.name for weight in model.weights}) == len(model.weights)
 
 
-@pytest.mark.parametrize("name", ACTIVE)
+@pytest.mark.parametrize("name", first(ACTIVE))
 def test_a_token_meets_few_experts(name: str) -> None:
-    assert preset(name, BOTH).active / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
+    assert model_of(name).active / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("split", "matrices"), [((), 4 * 64), (("qkv",), 6 * 64), (("gate-up",), 5 * 64), (BOTH, 7 * 64)]
+    ("split", "matrices"), [("none", 4 * 28), ("qkv", 6 * 28), ("gate-up", 5 * 28), ("qkv,gate-up", 7 * 28)]
 )
-def test_splits_change_matrices_and_no_elements(split: tuple[str, ...], matrices: int) -> None:
-    model, apart = preset("qwen3-32b", split), preset("qwen3-32b", BOTH)
-    assert (len(model.weights), len(apart.weights)) == (matrices, 448)
+def test_splits_change_matrices_and_no_elements(split: str, matrices: int) -> None:
+    model, apart = model_of("qwen3-0.6b", split), model_of("qwen3-0.6b")
+    assert (len(model.weights), len(apart.weights)) == (matrices, 196)
     assert sum(w.elements for w in model.everything) == sum(w.elements for w in apart.everything)
     assert (model.elements, model.active) == (apart.elements, apart.active)
 
 
 def test_weights_of_a_layer() -> None:
-    fused, apart = (preset("qwen3-0.6b", split).weights for split in ((), BOTH))
+    fused, apart = (model_of("qwen3-0.6b", split).weights for split in ("none", "qkv,gate-up"))
     assert fused[:4] == (
-        ModelWeight("layers.0.self_attn.qkv_proj.weight", (4096, 1024), 0, 0),
-        ModelWeight("layers.0.self_attn.o_proj.weight", (1024, 2048), 0, 1),
-        ModelWeight("layers.0.mlp.gate_up_proj.weight", (6144, 1024), 0, 0),
-        ModelWeight("layers.0.mlp.down_proj.weight", (1024, 3072), 0, 1),
+        ModelWeight("model.layers.0.self_attn.qkv_proj.weight", (4096, 1024), 0, 0),
+        ModelWeight("model.layers.0.self_attn.o_proj.weight", (1024, 2048), 0, 1),
+        ModelWeight("model.layers.0.mlp.gate_up_proj.weight", (6144, 1024), 0, 0),
+        ModelWeight("model.layers.0.mlp.down_proj.weight", (1024, 3072), 0, 1),
     )
-    assert [(w.name.split(".")[3], w.shape, w.tensor_dim) for w in apart[-7:]] == [
+    assert [(w.name.split(".")[4], w.shape, w.tensor_dim) for w in apart[-7:]] == [
         ("q_proj", (2048, 1024), 0),
         ("k_proj", (1024, 1024), 0),
         ("v_proj", (1024, 1024), 0),
@@ -93,15 +148,9 @@ def test_weights_of_a_layer() -> None:
     assert apart[-1].layer == 27
 
 
-def test_experts_are_matrices_of_their_own() -> None:
-    layer = preset("qwen3-30b-a3b", BOTH).weights[: 4 + 3 * 128]
-    assert [weight.expert for weight in layer] == [None] * 4 + [e for e in range(128) for _ in range(3)]
-    assert layer[-1] == ModelWeight("layers.0.mlp.experts.127.down_proj.weight", (2048, 768), 0, 1, 127)
-
-
 def test_a_preset_that_there_is_not_names_all_that_there_are() -> None:
     with pytest.raises(CanzonaError) as caught:
-        preset("gpt-5", BOTH)
+        model_of("gpt-5")
     problem, at, hint = refusal(caught)
     assert (problem, at) == ("there is no model 'gpt-5'", "model")
     assert all(name in hint for name in (*PUBLIC, "--hf-config", "--params"))
@@ -120,117 +169,156 @@ def test_splits_that_there_are_not(text: str) -> None:
 
 # -- configs ---------------------------------------------------------------------------------------
 
-DENSE = {  # as on the hub, less what no plan needs
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-}
-ROUTED = DENSE | {
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
+
+def configured(folder: Path, config: Any, split: str = "qkv,gate-up") -> Model:
+    (folder / "config.json").write_text(json.dumps(config))
+    return model_of(folder, split)  # the folder stands for its file
 
 
-def configured(folder: Path, config: Any, split: tuple[str, ...] = BOTH) -> Model:
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    return from_config(path, split)
+def stacks(model: Model) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    return {w.name.split(".", 2)[2]: (w.shape, w.tensor_dim) for w in model.weights if w.experts}
 
 
-@pytest.mark.parametrize(("name", "config"), [("qwen3-0.6b", DENSE), ("qwen3-30b-a3b", ROUTED)])
-@pytest.mark.parametrize("split", [(), BOTH], ids=["fused", "apart"])
-def test_a_config_gives_the_model_of_the_preset(
-    name: str, config: dict[str, Any], split: tuple[str, ...], tmp_path: Path
-) -> None:
-    found, expected = configured(tmp_path, config, split), preset(name, split)
-    assert found.name == config["model_type"]
-    assert (found.weights, found.everything) == (expected.weights, expected.everything)
-    numbers = ("layers", "heads", "kv_heads", "experts", "active")
-    assert {n: getattr(found, n) for n in numbers} == {n: getattr(expected, n) for n in numbers}
+def test_deepseek_v3_has_latent_attention_a_dense_layer_and_a_shared_expert(tmp_path: Path) -> None:
+    model = configured(tmp_path, small("deepseek_v3"))
+    found = {w.name.removeprefix("model.layers."): w for w in model.weights}
+    assert found["0.self_attn.kv_b_proj.weight"].shape == (4 * (16 + 16), 32)
+    assert found["0.self_attn.q_a_proj.weight"].tensor_dim is None, "its plan leaves attention to every rank"
+    assert found["0.mlp.gate_proj.weight"].shape == (64, 64)
+    assert (found["1.mlp.shared_experts.up_proj.weight"].tensor_dim, found["1.mlp.gate.weight"].shape) == (0, (4, 64))
+    assert stacks(model) == {
+        "1.mlp.experts.gate_up_proj[gate]": ((4, 32, 64), 1),
+        "1.mlp.experts.gate_up_proj[up]": ((4, 32, 64), 1),
+        "1.mlp.experts.down_proj": ((4, 64, 32), 2),
+    }
+    assert (model.name, model.layers, model.experts, model.routed, model.heads) == ("deepseek_v3", 2, 4, 0.5, 0)
+    assert [w.layer for w in model.everything if not w.name.startswith("model.layers.")] == [0, 1, 1]
 
 
-def test_fields_that_a_config_may_leave_out(tmp_path: Path) -> None:
-    few = {k: v for k, v in DENSE.items() if k not in ("head_dim", "num_key_value_heads", "tie_word_embeddings")}
-    model = configured(tmp_path, few | {"head_dim": None})
-    assert {w.shape for w in model.weights[:4]} == {(1024, 1024)}  # 16 heads of 64, each with keys of its own
-    assert (model.heads, model.kv_heads, model.experts) == (16, 16, 0)
-    assert sum(w.elements for w in model.everything if w.elementwise) > 2 * 151936 * 1024
+def test_glm_4_moe(tmp_path: Path) -> None:
+    model = configured(tmp_path, small("glm4_moe"), "none")
+    names = [w.name.removeprefix("model.layers.") for w in model.weights]
+    assert names[:4] == [
+        "0.self_attn.qkv_proj.weight",
+        "0.self_attn.o_proj.weight",
+        "0.mlp.gate_up_proj.weight",
+        "0.mlp.down_proj.weight",
+    ]
+    assert stacks(model) == {
+        "1.mlp.experts.gate_up_proj": ((4, 64, 64), 1),
+        "1.mlp.experts.down_proj": ((4, 64, 32), 2),
+    }
+    assert (model.heads, model.kv_heads) == (4, 2)
 
 
-def test_experts_by_other_names(tmp_path: Path) -> None:
-    mixtral = DENSE | {"num_local_experts": 4}  # their size is that of a dense MLP
-    assert configured(tmp_path, mixtral).weights[4].shape == (3072, 1024)
-    assert configured(tmp_path, DENSE | {"n_routed_experts": 4, "moe_intermediate_size": 64}).experts == 4
+def test_gpt_oss_has_no_plan_for_its_experts_and_interleaves_gate_and_up(tmp_path: Path) -> None:
+    model = configured(tmp_path, small("gpt_oss"))
+    assert stacks(model) == {
+        "0.mlp.experts.gate_up_proj": ((4, 64, 128), None),
+        "0.mlp.experts.down_proj": ((4, 64, 64), None),
+    }
+    biases = [w for w in model.everything if w.name.endswith("proj_bias")]
+    assert [(w.shape, w.experts, w.elementwise) for w in biases] == [((4, 128), True, True), ((4, 64), True, True)]
 
 
-REQUIRED = ("num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+def test_llama_4_has_experts_that_are_transposed(tmp_path: Path) -> None:
+    model = configured(tmp_path, small("llama4_text"))
+    assert stacks(model) == {
+        "1.feed_forward.experts.gate_up_proj[gate]": ((4, 64, 64), 2),
+        "1.feed_forward.experts.gate_up_proj[up]": ((4, 64, 64), 2),
+        "1.feed_forward.experts.down_proj": ((4, 64, 64), 1),
+    }
+    within = {"model_type": "llama4", "text_config": small("llama4_text")}
+    assert configured(tmp_path, within).weights == model.weights
 
 
-def refused(folder: Path, config: Any) -> tuple[str, str]:
-    """The problem of a config, and what to do."""
-    with pytest.raises(CanzonaError) as caught:
-        configured(folder, config)
-    problem, at, hint = refusal(caught)
-    assert at == str(folder / "config.json")
-    return problem, hint
+def test_qwen3_next_has_linear_attention(tmp_path: Path) -> None:
+    model = configured(tmp_path, small("qwen3_next"))
+    linear = {w.name.split("linear_attn.")[1]: w for w in model.everything if ".0.linear_attn." in w.name}
+    assert {name for name, w in linear.items() if not w.elementwise} == {
+        "in_proj_qkvz.weight",
+        "in_proj_ba.weight",
+        "out_proj.weight",
+    }
+    assert len(stacks(model)) == 4 * 3
 
 
-@pytest.mark.parametrize("name", REQUIRED)
-def test_a_config_without_a_field(name: str, tmp_path: Path) -> None:
-    found = refused(tmp_path, {k: v for k, v in DENSE.items() if k != name})
-    assert found == (f"the field {name!r} is missing", "is it the config of a decoder?")
+def test_mixtral(tmp_path: Path) -> None:
+    model = configured(tmp_path, small("mixtral"))
+    assert [w.name.rpartition("layers.0.")[2] for w in model.weights] == [
+        *(f"self_attn.{n}_proj.weight" for n in "qkvo"),
+        "mlp.gate.weight",
+        *(f"mlp.experts.{n}" for n in ("gate_up_proj[gate]", "gate_up_proj[up]", "down_proj")),
+    ]
 
 
-@pytest.mark.parametrize("value", [0, -1, "64", 64.0, True, 2**40, [64]], ids=str)
-@pytest.mark.parametrize("name", [*REQUIRED, "head_dim", "num_key_value_heads", "num_experts"])
-def test_a_field_that_is_no_count(name: str, value: object, tmp_path: Path) -> None:
-    found = refused(tmp_path, DENSE | {name: value})
-    assert found == (f"{name} is {value!r}, not a positive integer", "copy it from the model's config.json")
+def test_a_module_of_transformers_is_planned_as_it_is() -> None:
+    module = module_of(small("mixtral"), "here")
+    assert model_of(module).weights == arranged(model_of(module), ("qkv",)).weights
+    assert {w.name for w in model_of(module).everything} == {name for name, _ in module.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("changes", "says", "remedy"),
+    ("style", "dims"),
     [
-        ({"hidden_size": 1023, "head_dim": None}, "hidden_size 1023 is not a multiple of 16 heads", "add head_dim"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 16 is not a multiple of num_key_value_heads 3", "omit"),
-        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than the 4", "each token"),
-        *(
-            (changes, f"{name} is {changes[name]}", "--params")
-            for name, changes in {
-                "decoder_sparse_step": {"num_experts": 4, "decoder_sparse_step": 2},
-                "mlp_only_layers": {"num_experts": 4, "mlp_only_layers": [0]},
-                "n_shared_experts": {"n_routed_experts": 4, "n_shared_experts": 1},
-                "first_k_dense_replace": {"n_routed_experts": 4, "first_k_dense_replace": 1},
-                "kv_lora_rank": {"kv_lora_rank": 512},
-            }.items()
-        ),
-        ({"num_hidden_layers": 2**30}, "matrices of up to", "num_hidden_layers"),
-        ({"intermediate_size": 2**30, "hidden_size": 2**30}, "matrices of up to", "intermediate_size"),
+        ("colwise", (0, 0, 1)),
+        ("colwise_gather_output", (0, 0, 1)),
+        ("rowwise", (None, 1, 2)),
+        ("packed_rowwise", (None, 1, 2)),
+        ("embedding_rowwise", (0, 0, 0)),
+        ("embedding_colwise", (1, 1, 1)),
+        ("replicate", (None, None, None)),
+        ("grouped_gemm", (None, None, None)),
     ],
 )
-def test_configs_that_contradict_themselves_or_are_of_other_models(
-    changes: dict[str, Any], says: str, remedy: str, tmp_path: Path
-) -> None:
-    problem, hint = refused(tmp_path, DENSE | changes)
+def test_what_tensor_parallelism_cuts(style: str, dims: tuple[int | None, ...]) -> None:
+    assert tuple(tensor_dim(style, (8,) * n) for n in (1, 2, 3)) == dims
+
+
+KIMI = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "x.py--X"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "says", "remedy"),
+    [
+        ({"hidden_size": 64}, "transformers has no model_type None", "--params"),
+        ({"model_type": ["qwen3"]}, "transformers has no model_type ['qwen3']", "--params"),
+        (KIMI, "transformers has no model_type 'kimi_k2'", '"model_type": "deepseek_v3"'),
+        ({"model_type": "t5"}, "transformers cannot build the model", "causal language model"),
+        (small("mixtral") | {"hidden_size": "64"}, "transformers cannot build the model", "as on the hub"),
+        (small("mixtral") | {"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824", "copy it"),
+    ],
+)
+def test_configs_that_are_refused(config: dict[str, Any], says: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(CanzonaError) as caught:
+        configured(tmp_path, config)
+    problem, at, hint = refusal(caught)
+    assert at == str(tmp_path / "config.json")
     assert (says in problem, remedy in hint) == (True, True), (problem, hint)
+
+
+def test_code_of_a_config_is_never_run(tmp_path: Path) -> None:
+    other = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "quantization_config": {"quant_method": "fp8"}}
+    plain = configured(tmp_path, small("mixtral"))
+    (tmp_path / "evil.py").write_text("raise SystemExit")
+    assert configured(tmp_path, small("mixtral") | other) == plain
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *given: Any) -> Any:
+        if name == "transformers":
+            raise ImportError("No module named 'transformers'")
+        return real(name, *given)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(CanzonaError, match="No module named 'transformers'") as caught:
+        module_of(small("mixtral"), "mine.json")
+    assert refusal(caught)[1:] == (
+        "mine.json",
+        'run `pip install "canzona-compile[plan]"`, or list the shapes in a file and pass it as --params',
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,8 +362,8 @@ def test_shapes_by_name() -> None:
     assert model.weights == (
         ModelWeight("layers.0.q", (8, 4)),
         ModelWeight("layers.12.o", (4, 8), 12, 1),
-        ModelWeight("experts", (6, 4, 8), 3, 2, None, True),
-        ModelWeight("more", (9, 4, 8), 0, None, None, True),
+        ModelWeight("experts", (6, 4, 8), 3, 2, True),
+        ModelWeight("more", (9, 4, 8), 0, None, True),
         ModelWeight("block2.w", (3, 3, 3, 3)),
     )
     assert (model.name, model.layers, model.elements) == ("mine", 13, 32 + 32 + 192 + 288 + 81)
@@ -352,7 +440,7 @@ def test_the_matrices_of_a_module_on_no_device() -> None:
     with torch.device("meta"):
         model = from_module(Decoder(), {"experts", "layers.0.weight", "layers.1.weight", "norm.weight"})
     assert model.weights == (
-        ModelWeight("experts", (4, 8, 8)),
+        ModelWeight("experts", (4, 8, 8), experts=True),
         ModelWeight("layers.0.weight", (8, 8)),
         ModelWeight("layers.1.weight", (8, 8), 1),
     )

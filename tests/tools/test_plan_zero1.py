@@ -22,7 +22,7 @@ from canzona_compile.simulation.model_passes import (
     reduction,
 )
 from canzona_compile.tools.planning.plan import model_of
-from canzona_compile.tools.planning.weights import from_shapes, preset
+from canzona_compile.tools.planning.weights import from_shapes
 
 H100 = named_hardware("h100")
 RANKS = (0, 8, 16, 24)
@@ -135,7 +135,7 @@ def test_what_is_refused(mesh: str, options: dict[str, Any], words: str) -> None
 
 @pytest.mark.parametrize(("name", "tables"), [("qwen3-1.7b", 1), ("qwen3-8b", 2)])
 def test_a_tied_embedding_counts_once(name: str, tables: int) -> None:
-    model = preset(name, ("qkv", "gate-up"))
+    model = model_of(name)
     assert sum(w.shape[0] == 151936 for w in model.everything) == tables
     assert tuple(w for w in model.everything if not w.elementwise) == model.weights
     assert model.everything[0].lookup

@@ -15,22 +15,15 @@ from canzona_compile.ir.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
 from canzona_compile.report.measured import read_measured
 from canzona_compile.tools.output import check_output, show, write
+from canzona_compile.tools.planning.configs import presets, read_object
 from canzona_compile.tools.planning.lowered import TOKENS, Updates
 from canzona_compile.tools.planning.plan import plan
 from canzona_compile.tools.planning.result import check_installed
-from canzona_compile.tools.planning.weights import (
-    Model,
-    from_config,
-    from_shapes,
-    parse_split,
-    preset,
-    presets,
-    read_object,
-)
+from canzona_compile.tools.planning.weights import Model, from_shapes
 
 FORMATS = ("table", "json", "html", "perfetto", "markdown")  # all but the first have a method of `OfflinePlan` each
 PASSED_ON = (  # arguments of `plan` that are options of the same name
-    *("mesh", "optimizer", "hardware", "strategy", "capacity", "micro_groups", "depth", "numerics"),
+    *("mesh", "optimizer", "hardware", "split", "strategy", "capacity", "micro_groups", "depth", "numerics"),
     *("updates", "bucket_bytes", "tokens", "gather", "rank"),
 )
 
@@ -38,7 +31,7 @@ PASSED_ON = (  # arguments of `plan` that are options of the same name
 def add_arguments(parser: ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"a model that comes with the package: {', '.join(presets())}")
-    model.add_argument("--hf-config", metavar="FILE", help="the config.json of a Hugging Face decoder")
+    model.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face causal LM, or its folder")
     model.add_argument(
         "--params", metavar="FILE", help='JSON file of shapes by parameter name: {"layers.0.q": [5120, 5120], ...}'
     )
@@ -60,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--split",
         default="qkv,gate-up",
         metavar="PARTS",
-        help="fused weights to split into matrices (%(default)s), or none",
+        help="matrices of --model or --hf-config that are apart (%(default)s), or none",
     )
     add("--strategy", choices=get_args(StrategyOption), default="auto", help="how to distribute matrices (%(default)s)")
     add("--planner", choices=NAMES, help="algorithm that assigns owners (lpt-swap)")
@@ -136,10 +129,7 @@ def planner_of(given: Namespace) -> str:
     return "alpha"
 
 
-def model_of(given: Namespace) -> Model:
-    split = parse_split(given.split)
-    if given.hf_config:
-        return from_config(Path(given.hf_config), split)
+def model_of(given: Namespace) -> str | Path | Model:
     if given.params:
         return from_shapes(read_object(Path(given.params)), Path(given.params).stem, given.params)
-    return preset(given.model, split)
+    return str(given.model) if given.hf_config is None else Path(given.hf_config)

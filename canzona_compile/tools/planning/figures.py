@@ -162,6 +162,7 @@ class Forecast(Figures):
     Attributes:
         fingerprint: that of the scheduled step; a run that makes the same plan has the same one.
         matrices, elements: how many are distributed. Each rank updates the `elementwise` parameters by itself.
+        share: the elements of the matrices over those of all parameters.
         mesh: size of each dim, in order.
         zero1: the buckets and what happens before and after the step; None unless updates are "zero1".
         period: the seconds of the steps of a period; None if every step does the same. All other figures are those of
@@ -175,6 +176,7 @@ class Forecast(Figures):
     matrices: int
     elements: int
     elementwise: int
+    share: float
     mesh: tuple[tuple[str, int], ...]
     hardware: Hardware
     options: tuple[tuple[str, str], ...]

@@ -77,6 +77,7 @@ def forecast(
         matrices=len(step.tasks),
         elements=sum(math.prod(t.shape) for t in step.tasks),
         elementwise=len(made.owned.elementwise),
+        share=request.model.elements / sum(w.elements for w in request.model.everything),
         mesh=request.mesh.dims,
         hardware=hardware,
         options=option_texts(request),

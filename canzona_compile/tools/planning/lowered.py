@@ -25,8 +25,8 @@ from canzona_compile.simulation.model_passes import (
     forward_pass,
 )
 from canzona_compile.tools.planning.mesh import Mesh
-from canzona_compile.tools.planning.offline import Captured
-from canzona_compile.tools.planning.weights import Model, ModelWeight
+from canzona_compile.tools.planning.offline import Captured, weight_name
+from canzona_compile.tools.planning.weights import Model
 
 Updates = Literal["ddp", "zero1"]
 TOKENS = 8192  # of a data-parallel rank in a step: 4 sequences of 2048
@@ -68,42 +68,17 @@ def passes_around(request: Request, buckets: Sequence[Bucket]) -> tuple[Simulate
         """Seconds of a forward pass through so many elements of weights: a product and a sum for each token."""
         return 2 * elements * request.tokens / hardware.product_rate("bfloat16", TYPICAL)
 
-    routed = routed_share(model)
-    used = {weight.name: uses(weight, routed) for weight in model.everything}
+    used = {weight.name: model.uses(weight) for weight in model.everything}
     loads = []
     alike = range(0, request.replicas * request.mesh.ranks, request.mesh.ranks)  # the ranks with the shards of rank 0
     for bucket in buckets:
-        forward = seconds(sum(part.length * used[part.name] for part in bucket.slices))
+        forward = seconds(sum(part.length * used[weight_name(part.name)] for part in bucket.slices))
         loads.append(bucket_load(bucket, forward, 2 * forward, hardware, alike))
-    head = seconds(tied_elements(model) / request.mesh.size("tp"))
+    head = seconds(model.tied / request.mesh.size("tp"))
     return (
         backward_pass(loads, ranks, hardware, 2 * head),
         forward_pass(loads, ranks, hardware, request.gather == "forward", head),
     )
-
-
-def uses(weight: ModelWeight, routed: float) -> float:
-    """How often a token uses each element of a weight in a product, on average; `routed` times if an expert has it."""
-    if weight.lookup or len(weight.shape) < 2:
-        return 0.0
-    return routed if weight.expert is not None else 1.0
-
-
-def routed_share(model: Model) -> float:
-    """The fraction of the experts that a token meets; 1 if unknown."""
-    dense = sum(w.elements for w in model.weights if w.expert is None)
-    experts = model.elements - dense
-    if not (experts and model.active):
-        return 1.0
-    table = next((w.elements for w in model.everything if w.lookup), 0)
-    return (model.active - dense - table) / experts
-
-
-def tied_elements(model: Model) -> int:
-    """Elements of an embedding that is the head as well; 0 if there is a head of its own."""
-    table = next((w for w in model.everything if w.lookup), None)
-    heads = {w.shape for w in model.everything if not w.lookup}
-    return 0 if table is None or table.shape in heads else table.elements
 
 
 DIMS = ("dp", "tp")  # of a mesh for ZeRO-1, after replicas

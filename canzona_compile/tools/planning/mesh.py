@@ -119,7 +119,6 @@ class WeightSharding:
 
     mesh: Mesh
     layers: int
-    experts: int = 0
 
     def stage(self, weight: ModelWeight) -> int:
         return weight.layer * self.mesh.size("pp") // self.layers
@@ -131,14 +130,26 @@ class WeightSharding:
     def layouts(self, weight: ModelWeight) -> tuple[Layout, ...]:
         """Return one layout; for a stack of experts, one for each part of the mesh that holds entries of its own."""
         fixed = {"pp": self.stage(weight)}
-        if weight.expert is not None:
-            fixed["ep"] = weight.expert * self.mesh.size("ep") // self.experts
         key = (weight.shape, weight.tensor_dim, weight.experts, *fixed.items())
         if key not in self._layouts:
             dims = self._expert_dims(weight) if weight.experts else ()
             found = (self._layout(weight, fixed | part, dims) for part in self.mesh.places(dims))
             self._layouts[key] = tuple(layout for layout in found if prod(layout.shape))
         return self._layouts[key]
+
+    def entries(self, weight: ModelWeight) -> tuple[Layout, ...]:
+        """Return the layout of one entry of a stack, for each of `layouts`: their boxes have all entries."""
+        stacks = self.layouts(weight)
+        if id(stacks) not in self._entries:
+            self._entries[id(stacks)] = tuple(
+                Layout(own.shape[1:], own.grid, tuple(Box(b.start[1:], b.size[1:]) for b in own.boxes), own.placements)
+                for own in stacks
+            )
+        return self._entries[id(stacks)]
+
+    @cached_property
+    def _entries(self) -> dict[int, tuple[Layout, ...]]:
+        return {}
 
     def _expert_dims(self, weight: ModelWeight) -> tuple[str, ...]:
         """Return the dims that shard the entries of a stack; FSDP is one of them if there are enough entries."""

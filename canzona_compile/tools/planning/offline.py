@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.chain import Chain
 from canzona_compile.api.whole_model import plain_muon_adamw
+from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
@@ -26,12 +28,14 @@ from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
 from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
+from canzona_compile.replica.raised import Untraceable
 from canzona_compile.session.plan import joined
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
 SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
 DTYPE = torch.float32  # of parameters and gradients
+ENTRY = re.compile(r"(@\d+)?(\[\d+\])?$")  # what `parts` adds to the name of a weight
 WHOLE_MODEL = "muon+adamw"  # the chain of `muon_adamw`
 NAMED = {
     "muon": "torch.optim:Muon",
@@ -124,13 +128,16 @@ def captured_step(
             order of the model. The step of a chain always has them.
     """
     check(mesh, model)
-    sharding = WeightSharding(mesh, model.layers, model.experts)
+    sharding = WeightSharding(mesh, model.layers)
     chained = isinstance(optimizer, Chain)
     members = optimizer.optimizers if isinstance(optimizer, Chain) else (optimizer,)
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
-    planned = [(w, w.name + part, layout) for w in weights for part, layout in parts(w, sharding)]
+    matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not takes_stacks(own)}
+    planned = [
+        (w, w.name + part, layout) for w in weights for part, layout in parts(w, sharding, w.member in matrices_only)
+    ]
     steps: list[Step] = []
     periods: dict[str, VariantPeriod] = {}
     for number, own in enumerate(members):
@@ -167,14 +174,16 @@ def captured_by(
 
     tasks: list[Task] = []
     periods: dict[str, VariantPeriod] = {}
-    own = dict.fromkeys(weight for _, weight, _, _ in planned if chained or not weight.elementwise)
     # One comparison of a graph with an eager step holds for all sizes, so small matrices of the same kind come first.
-    for shape, g in dict.fromkeys((miniature(weight.shape), weight.group) for weight in own):
+    own = dict.fromkeys(
+        (layout.shape, weight.group) for _, weight, _, layout in planned if chained or not weight.elementwise
+    )
+    for shape, g in dict.fromkeys((miniature(shape), g) for shape, g in own):
         kind_of(shape, g, "a small matrix")
     others: dict[Shape, Template] = {}
     used: set[tuple[Shape, int]] = set()
     for index, weight, name, layout in planned:
-        if weight in own:
+        if mine := chained or not weight.elementwise:
             key = layout.shape, weight.group
             if key not in kinds:
                 kinds[key] = kind_of(*key, weight.name)
@@ -184,7 +193,7 @@ def captured_by(
                 periods[name] = period
         else:
             template = others.setdefault(layout.shape, elementwise_template(layout.shape))
-        tasks.append(Task(name, index, int(weight not in own) or weight.group, template.name, layout))
+        tasks.append(Task(name, index, weight.group if mine else 1, template.name, layout))
     found = {t.name: t for key, kind in kinds.items() if key in used for t in kind.templates.values()}
     templates = (*found.values(), *others.values())
     return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks)), periods
@@ -209,7 +218,38 @@ def miniature(shape: Shape) -> Shape:
     return tuple(SMALL * (1 + sizes.index(n)) for n in shape)
 
 
-def parts(weight: ModelWeight, sharding: WeightSharding) -> list[tuple[str, Layout]]:
-    """Return a weight's layouts, each with the suffix of its name, which is empty if there is only one."""
+def parts(weight: ModelWeight, sharding: WeightSharding, divided: bool) -> list[tuple[str, Layout]]:
+    """Return a weight's layouts, each with the suffix of its name, which is empty if there is only one.
+
+    Here alone a stack of experts becomes several tasks: one for each part of the mesh that holds entries of its own.
+
+    Args:
+        divided: whether each entry of a stack is a matrix of its own.
+    """
     layouts = sharding.layouts(weight)
-    return [(f"@{i}" if len(layouts) > 1 else "", layout) for i, layout in enumerate(layouts)]
+    names = [f"@{i}" if len(layouts) > 1 else "" for i in range(len(layouts))]
+    if not (divided and weight.experts) or weight.elementwise:
+        return list(zip(names, layouts, strict=True))
+    entries = zip(names, layouts, sharding.entries(weight), strict=True)
+    return [(f"{name}[{i}]", own) for name, stack, own in entries for i in range(stack.shape[0])]
+
+
+def weight_name(task: str) -> str:
+    """The name of the weight of a task."""
+    return ENTRY.sub("", task)
+
+
+def takes_stacks(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer steps a stack of matrices, and may be made of one."""
+    spec = ParameterSpec((2, SMALL, 2 * SMALL), DTYPE, DTYPE, torch.device("cpu"))
+    try:
+        FakeTwin(optimizer, ParamExample(optimizer.param_groups[0], spec, "a stack"), with_numbers=False)
+    except (CanzonaError, Untraceable):
+        return False
+    try:
+        plain_class(optimizer)([Parameter(torch.zeros(2, 2, 2, device="cpu"))], **optimizer.defaults)
+    except ValueError:  # what optimizers raise for parameters that they do not take
+        return False
+    except Exception:  # it is made of something else than parameters and its defaults
+        return True
+    return True

@@ -24,6 +24,7 @@ from canzona_compile.machine.hardware import Hardware, Machine, named_hardware
 from canzona_compile.ownership import NAMES
 from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
+from canzona_compile.tools.planning.configs import configured_module, preset_module
 from canzona_compile.tools.planning.forecast import forecast, period_forecast
 from canzona_compile.tools.planning.held import dealt, held_by, hidden_names, model_of_chain, with_held
 from canzona_compile.tools.planning.local import local_forecast
@@ -31,7 +32,7 @@ from canzona_compile.tools.planning.lowered import TOKENS, LoweredPlan, Lowering
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
 from canzona_compile.tools.planning.result import OfflinePlan
-from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
+from canzona_compile.tools.planning.weights import Model, arranged, from_module, from_shapes, parse_split
 
 ALPHAS = (0.0, 0.5, 1.0)  # of the alternatives under ZeRO-1
 Say = Callable[[str], None]
@@ -39,7 +40,7 @@ Say = Callable[[str], None]
 
 @not_collecting()
 def plan(
-    model: str | nn.Module | Mapping[str, Any] | Model,
+    model: str | Path | nn.Module | Mapping[str, Any] | Model,
     *,
     mesh: str | Mapping[str, int],
     optimizer: str | type[Optimizer] | Optimizer = "muon",
@@ -59,10 +60,11 @@ def plan(
     """Plan a step as a run would, and predict its time and memory, without GPUs.
 
     Args:
-        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, for example on the meta device. An
-            optimizer plans the parameters that it holds: of this module, or of another copy, known by names or shapes.
-            Without an optimizer, or if it holds none of them, these are the parameters of two or more dims except
-            embeddings and the head. With ZeRO-1 the other parameters lie in buckets too.
+        model: a preset ("qwen3-32b"), the Path of a Hugging Face config.json, {name: shape} of the matrices, or a
+            module, for example on the meta device. transformers builds the models of presets and configs. An optimizer
+            plans the parameters that it holds: of this module, or of another copy, known by names or shapes. Without
+            an optimizer, or if it holds none of them, these are the hidden matrices, stacks of experts included. With
+            ZeRO-1 the other parameters lie in buckets too.
         mesh: sizes of named dims, "fsdp=32,tp=8": dp, hsdp, fsdp, ep, tp, pp.
         optimizer: "muon", "normuon", "soap", "shampoo", "module:Class", a class, or an optimizer; parameters that it
             does not hold get the hyperparameters of its first parameter group. "muon+adamw" is the chain that
@@ -70,7 +72,8 @@ def plan(
             parameters, the first optimizer updates the matrices, the second one all else.
         arguments: the arguments of the class, except the parameters; for "muon+adamw" those of `muon_adamw`.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
-        split: the fused weights of a preset to split into matrices: "qkv", "gate-up", both, or "none".
+        split: the matrices of a preset or config that are apart: "qkv", "gate-up", both, or "none". Without them
+            q, k, v and gate, up are fused; with "gate-up", packed weights of experts are split.
         strategy: what `canzona_compile.Options` describes.
         updates: what happens over `dp`: every replica applies updates that travel within the step ("ddp", as under
             `wrap`), or the owner's replica alone, between a reduction of gradients and a gather ("zero1", as under
@@ -136,17 +139,23 @@ def plan(
 
 
 def model_of(
-    given: str | nn.Module | Mapping[str, Any] | Model, split: str, optimizer: object, updates: Updates = "ddp"
+    given: str | Path | nn.Module | Mapping[str, Any] | Model,
+    split: str = "qkv,gate-up",
+    optimizer: object = None,
+    updates: Updates = "ddp",
 ) -> Model:
     """Return the facts of a model; of a module, the weights are those that the optimizer holds."""
+    if isinstance(given, str | Path):
+        kinds = parse_split(split)
+        module = preset_module(given) if isinstance(given, str) else configured_module(given)
+        name = given if isinstance(given, str) else str(getattr(module.config, "model_type", given.stem))
+        return replace(arranged(model_of(module, split, optimizer, updates), kinds), name=name)
     if isinstance(optimizer, Chain):
         if isinstance(given, nn.Module):
             return model_of_chain(given, optimizer, in_order=updates == "zero1")
         return dealt(model_of(given, split, None, updates), optimizer)
     if isinstance(given, Model):
         return given
-    if isinstance(given, str):
-        return preset(given, parse_split(split))
     if isinstance(given, nn.Module):
         held = held_by(optimizer, given) if isinstance(optimizer, Optimizer) else None
         if held is None:

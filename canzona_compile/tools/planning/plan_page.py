@@ -56,7 +56,6 @@ def plan_page(forecast: Forecast) -> PageModel:
     """Build the page of all figures of a plan."""
     hardware = forecast.hardware
     simulation = forecast.simulation
-    how = "by the owners of their slices" if forecast.zero1 else "without communication"
     some_ranks = "; the busiest and the idlest rank" if len(simulation.shown) > MOST_RANKS else ""
     return PageModel(
         kind="canzona plan",
@@ -70,7 +69,7 @@ def plan_page(forecast: Forecast) -> PageModel:
             if forecast.period
             else "",
             beside(forecast.zero1) if forecast.zero1 else "",
-            f"{plural(forecast.elementwise, 'parameter')} updated elementwise, {how}" if forecast.elementwise else "",
+            *others(forecast),
             f"plan {forecast.fingerprint[:12]}",
         ),
         facts=(
@@ -114,6 +113,15 @@ def plan_page(forecast: Forecast) -> PageModel:
             Section("What to do next", (note(next_step(hardware)),)),
         ),
     )
+
+
+def others(forecast: Forecast) -> Iterator[str]:
+    """Say what of the model is not in matrices."""
+    how = "by the owners of their slices" if forecast.zero1 else "without communication"
+    if forecast.elementwise:
+        yield f"{plural(forecast.elementwise, 'parameter')} updated elementwise, {how}"
+    if forecast.share < 1:
+        yield f"the matrices have {forecast.share:.1%} of all elements"
 
 
 def with_unit(option: str, value: str) -> str:

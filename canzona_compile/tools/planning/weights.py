@@ -1,35 +1,21 @@
-"""Lists the parameters of a model: from a preset, a Hugging Face config, a list of shapes, or a module."""
+"""Lists the parameters of a model: from a module, such as a config describes, or from a list of shapes."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.machine.hardware import read_json
 
-PRESETS = Path(__file__).parents[2] / "data" / "qwen3.json"
-SPLITS = ("qkv", "gate-up")
+SPLITS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate-up": ("gate_proj", "up_proj")}  # what is fused without them
+PACKED = ("gate", "up")  # the halves of a packed weight
 MOST_ELEMENTS = 1 << 48  # of a matrix
-MOST_MATRICES = 1 << 20
-# Fields of a config and their usual values. With another value, layers differ or have other matrices than `Decoder`.
-USUAL: dict[str, tuple[Any, ...]] = {
-    "decoder_sparse_step": (None, 1),
-    "first_k_dense_replace": (None, 0),
-    "kv_lora_rank": (None,),
-    "mlp_only_layers": (None, []),
-    "moe_layer_freq": (None, 1),
-    "n_shared_experts": (None, 0),
-    "shared_expert_intermediate_size": (None, 0),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +25,21 @@ class ModelWeight:
     Attributes:
         layer: the number of the layer, which decides the pipeline stage.
         tensor_dim: the dim that tensor parallelism shards; None if tensor parallelism replicates the weight.
-        expert: the expert that the matrix belongs to, which decides its coordinate of expert parallelism.
         experts: whether its first dim counts experts.
         elementwise: whether another optimizer updates it, elementwise: embeddings, head, norms, biases.
         group, member: the index of the parameter group whose hyperparameters it has, and of its optimizer in a chain.
+        packed: whether it is gate and up, one after the other in `tensor_dim`.
     """
 
     name: str
     shape: tuple[int, ...]
     layer: int = 0
     tensor_dim: int | None = None
-    expert: int | None = None
     experts: bool = False
     elementwise: bool = False
     group: int = 0
     member: int = 0
+    packed: bool = False
 
     @property
     def elements(self) -> int:
@@ -73,7 +59,7 @@ class Model:
         weights: the matrices that the matrix optimizer updates.
         heads, kv_heads: numbers that the size of tensor parallelism must divide; 0 if unknown.
         experts: a number that the size of expert parallelism must divide; 0 if there are none.
-        active: elements of the weights that a token uses, the head included; 0 if unknown.
+        routed: the fraction of the experts that a token meets; 1 if unknown.
         parameters: all parameters in the order of the model, those that are updated elementwise included; empty if
             there are no others than `weights`.
     """
@@ -84,7 +70,7 @@ class Model:
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
-    active: int = 0
+    routed: float = 1.0
     parameters: tuple[ModelWeight, ...] = ()
 
     @property
@@ -96,156 +82,23 @@ class Model:
         """All parameters in the order of the model."""
         return self.parameters or self.weights
 
+    @property
+    def active(self) -> float:
+        """Elements of the weights that a token uses in a product, the head included."""
+        return sum(w.elements * self.uses(w) for w in self.everything) + self.tied
 
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """The dims of a decoder with grouped-query attention and SwiGLU. If it has experts, it has no other MLPs.
+    def uses(self, weight: ModelWeight) -> float:
+        """How often a token uses each element of a weight in a product, on average."""
+        if weight.lookup or len(weight.shape) < 2:
+            return 0.0
+        return self.routed if weight.experts else 1.0
 
-    Each expert has its own matrices, as in Hugging Face's models, because `torch.optim.Muon` takes no stacks.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    experts: int = 0
-    top_k: int = 0
-
-    def model(self, name: str, split: tuple[str, ...]) -> Model:
-        """Return its model. q, k, v and gate, up are separate weights if `split` says so, else fused as in Megatron.
-
-        Queries and keys are normalized, as in Qwen3.
-        """
-        inner = tuple(
-            replace(w, layer=i, name=f"layers.{i}.{w.name}") for i in range(self.layers) for w in self.layer(split)
-        )
-        weights = tuple(w for w in inner if not w.elementwise)
-        table, last = (self.vocab, self.hidden), self.layers - 1
-        everything = [ModelWeight("embed_tokens.weight", table, 0, 0, elementwise=True), *inner]
-        everything.append(ModelWeight("norm.weight", (self.hidden,), last, elementwise=True))
-        if not self.tied:
-            everything.append(ModelWeight("lm_head.weight", table, last, 0, elementwise=True))
-        dense = sum(w.elements for w in weights if w.expert is None)
-        routed = sum(w.elements for w in weights if w.expert is not None)
-        active = dense + (routed * self.top_k // self.experts if self.experts else 0) + everything[0].elements
-        counts = (self.layers, self.heads, self.kv_heads, self.experts, active)
-        return Model(name, weights, *counts, tuple(everything))
-
-    def layer(self, split: tuple[str, ...]) -> Iterator[ModelWeight]:
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        if "qkv" in split:
-            for name, rows in (("q", query), ("k", key), ("v", key)):
-                yield ModelWeight(f"self_attn.{name}_proj.weight", (rows, self.hidden), tensor_dim=0)
-        else:
-            yield ModelWeight("self_attn.qkv_proj.weight", (query + 2 * key, self.hidden), tensor_dim=0)
-        yield ModelWeight("self_attn.o_proj.weight", (self.hidden, query), tensor_dim=1)
-        for name in ("q_norm", "k_norm"):
-            yield ModelWeight(f"self_attn.{name}.weight", (self.head_dim,), elementwise=True)
-        if self.experts:
-            yield ModelWeight("mlp.gate.weight", (self.experts, self.hidden), elementwise=True)
-        apart = "gate-up" in split
-        first = ("gate_proj", "up_proj") if apart else ("gate_up_proj",)
-        rows = self.intermediate * (1 if apart else 2)
-        for expert in range(self.experts) if self.experts else [None]:
-            place = "mlp" if expert is None else f"mlp.experts.{expert}"
-            for name in first:
-                yield ModelWeight(f"{place}.{name}.weight", (rows, self.hidden), 0, 0, expert)
-            yield ModelWeight(f"{place}.down_proj.weight", (self.hidden, self.intermediate), 0, 1, expert)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield ModelWeight(f"{name}.weight", (self.hidden,), elementwise=True)
-
-
-@cache
-def presets() -> Mapping[str, Decoder]:
-    """Return Qwen3's models by name."""
-    found = json.loads(PRESETS.read_text(encoding="utf-8"))
-    return {name: Decoder(**found["_common"], **own) for name, own in found.items() if not name.startswith("_")}
-
-
-def preset(name: str, split: tuple[str, ...]) -> Model:
-    """Return one of `presets`; raise CanzonaError for other names."""
-    if name not in presets():
-        raise CanzonaError(
-            f"there is no model {name!r}",
-            at="model",
-            hint=f"use one of {', '.join(presets())}, or describe another model with --hf-config or --params",
-        )
-    return presets()[name].model(name, split)
-
-
-def from_config(path: Path, split: tuple[str, ...]) -> Model:
-    """Make the model of a decoder from its Hugging Face config.json."""
-    config = read_object(path)
-    at = str(path)
-    count, wrong = partial(count_in, config, at), partial(CanzonaError, at=at)
-    heads, hidden = count("num_attention_heads"), count("hidden_size")
-    head_dim = count("head_dim", default=0)
-    if not head_dim:
-        if hidden % heads:
-            raise wrong(f"hidden_size {hidden} is not a multiple of {heads} heads", hint="add head_dim")
-        head_dim = hidden // heads
-    kv_heads = count("num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise wrong(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
-            hint="omit num_key_value_heads if every head has its own keys and values",
-        )
-    experts = count("num_experts", "num_local_experts", "n_routed_experts", default=0)
-    wide = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
-    top_k = count("num_experts_per_tok", default=1) if experts else 0
-    if top_k > experts:
-        raise wrong(
-            f"num_experts_per_tok {top_k} is more than the {experts} experts",
-            hint="num_experts_per_tok is the number of experts that process each token",
-        )
-    if strange := [name for name, usual in USUAL.items() if config.get(name) not in usual]:
-        raise wrong(
-            f"{strange[0]} is {config[strange[0]]!r}, so the matrices of each layer are unknown",
-            hint="list the matrices and their shapes in a file and pass it as --params",
-        )
-    decoder = Decoder(
-        layers=count("num_hidden_layers"),
-        hidden=hidden,
-        intermediate=count(*wide),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=count("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        top_k=top_k,
-    )
-    matrices = decoder.layers * (4 + 3 * max(1, experts))
-    largest = hidden * max(2 * decoder.intermediate, 3 * heads * head_dim)
-    if matrices > MOST_MATRICES or largest > MOST_ELEMENTS:
-        raise wrong(
-            f"{matrices} matrices of up to {largest} elements are too many for a model",
-            hint="look at num_hidden_layers, hidden_size, intermediate_size, head_dim and the number of experts",
-        )
-    return decoder.model(str(config.get("model_type", path.stem)), split)
-
-
-def count_in(config: Mapping[str, Any], at: str, *names: str, default: int | None = None) -> int:
-    """Read a positive integer of a config, under the first of some names that it has.
-
-    Args:
-        default: what it is where no name is there; None if there must be one.
-    """
-    name = next((n for n in names if config.get(n) is not None), None)
-    if name is None:
-        if default is None:
-            raise CanzonaError(f"the field {names[0]!r} is missing", at=at, hint="is it the config of a decoder?")
-        return default
-    value = config[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise CanzonaError(
-            f"{name} is {value!r}, not a positive integer", at=at, hint="copy it from the model's config.json"
-        )
-    return value
+    @property
+    def tied(self) -> int:
+        """Elements of an embedding that is the head as well; 0 if there is a head of its own."""
+        table = next((w for w in self.everything if w.lookup), None)
+        heads = {w.shape for w in self.everything if not w.lookup}
+        return 0 if table is None or table.shape in heads else table.elements
 
 
 def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
@@ -253,7 +106,11 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
 
     A parameter that another optimizer updates has {"shape": [...], "elementwise": true}, in any number of dims.
     """
-    everything = [weight_of(key, value, at) for key, value in found.items()]
+    return model_of_weights(name, [weight_of(key, value, at) for key, value in found.items()], at)
+
+
+def model_of_weights(name: str, everything: Sequence[ModelWeight], at: str) -> Model:
+    """Make a model of all its parameters; raise CanzonaError if none is a matrix."""
     weights = tuple(w for w in everything if not w.elementwise)
     if not weights:
         raise CanzonaError("there are no matrices to plan", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
@@ -261,7 +118,7 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
         name,
         weights,
         1 + max(w.layer for w in weights),
-        experts=math.gcd(*(w.shape[0] for w in weights if w.experts)),
+        experts=math.gcd(*(w.shape[0] for w in everything if w.experts)),
         parameters=() if len(weights) == len(everything) else tuple(everything),
     )
 
@@ -311,37 +168,121 @@ def weight_of(key: Any, value: Any, at: str) -> ModelWeight:
             f"experts is {stack!r} for a shape of {len(shape)} dims",
             hint="set experts to true only if the first of three or more dims counts experts",
         )
-    return ModelWeight(key, tuple(shape), layer, cut, None, stack, apart)
+    return ModelWeight(key, tuple(shape), layer, cut, stack, apart)
 
 
 def from_module(module: nn.Module, matrices: Collection[str]) -> Model:
-    """Make a model of a module on any device."""
+    """Make a model of a module on any device.
+
+    A model of transformers says how tensor parallelism lays its weights out, and has a config.
+    """
+    plan = getattr(module, "tp_plan", None) or {}
     named = canonical_params(module)
-    shapes: dict[str, Any] = {n: tuple(p.shape) for n, p in named.items() if p.ndim >= 2 and n in matrices}
-    shapes = {
-        n: shapes.get(n) or {"shape": tuple(p.shape), "elementwise": True}
-        for n, p in named.items()
-        if n in shapes or (p.requires_grad and p.numel())
-    }
-    return from_shapes(shapes, type(module).__name__, "the module")
+    stacks = {n.rpartition(".")[0]: p.shape[0] for n, p in named.items() if p.ndim > 2 and "expert" in n.lower()}
+    everything: list[ModelWeight] = []
+    for name, param in named.items():
+        chosen, shape = param.ndim > 1 and name in matrices, tuple(param.shape)
+        if not chosen and not (param.requires_grad and param.numel()):
+            continue
+        last = everything[-1].layer if everything else 0  # what comes after the last layer lies with it
+        style = style_of(name, plan)
+        everything.append(
+            ModelWeight(
+                name,
+                shape,
+                layer_of(name, last),
+                tensor_dim(style, shape),
+                experts=len(shape) > 1 + chosen and stacks.get(name.rpartition(".")[0]) == shape[0],
+                elementwise=not chosen,
+                packed=style.startswith("packed"),
+            )
+        )
+    model = model_of_weights(type(module).__name__, everything, "the module")
+    return model if getattr(module, "config", None) is None else with_config(model, module.config)
 
 
-def layer_of(name: str) -> int:
+def style_of(name: str, plan: Mapping[str, str]) -> str:
+    """How a plan of transformers, by module or parameter, lays a parameter out; empty if it does not say."""
+    anyone = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    return plan.get(anyone) or plan.get(anyone.rpartition(".")[0]) or ""
+
+
+def tensor_dim(style: str, shape: Sequence[int]) -> int | None:
+    """The dim that tensor parallelism shards by a style of transformers; None if each rank has all of it."""
+    first, last = max(0, len(shape) - 2), len(shape) - 1
+    if style.startswith("embedding"):
+        return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style)
+    if "colwise" in style:
+        return first
+    return last if "rowwise" in style and last > 0 else None
+
+
+def with_config(model: Model, config: Any) -> Model:
+    """Add what a config of transformers says of heads that tensor parallelism divides, and of experts."""
+    own = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def count(*names: str) -> int:
+        return next((n for n in (getattr(own, name, None) for name in names) if isinstance(n, int)), 0)
+
+    cut = {part for w in model.everything if w.tensor_dim is not None for part in w.name.split(".")}
+    met = count("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+    most = max((w.shape[0] for w in model.everything if w.experts), default=0)
+    return replace(
+        model,
+        heads=count("num_attention_heads") if "q_proj" in cut else 0,
+        kv_heads=count("num_key_value_heads") if "k_proj" in cut else 0,
+        routed=min(1.0, met / most) if met and most else 1.0,
+    )
+
+
+def arranged(model: Model, split: Collection[str]) -> Model:
+    """Split packed weights into matrices, or fuse others as Megatron has them: q, k, v and gate, up.
+
+    Args:
+        split: the kinds of `SPLITS` whose matrices are apart.
+    """
+    everything = tuple(fused(apart(model.everything, split), split))
+    weights = tuple(w for w in everything if not w.elementwise)
+    return replace(model, weights=weights, parameters=() if len(weights) == len(everything) else everything)
+
+
+def apart(weights: Iterable[ModelWeight], split: Collection[str]) -> Iterable[ModelWeight]:
+    """Give packed weights as pieces, which have the names that `wrap(split=)` gives them."""
+    for own in weights:
+        dim = own.tensor_dim
+        if own.packed and dim is not None and "gate-up" in split:
+            half = (*own.shape[:dim], own.shape[dim] // 2, *own.shape[dim + 1 :])
+            yield from (replace(own, name=f"{own.name}[{part}]", shape=half, packed=False) for part in PACKED)
+        else:
+            yield own
+
+
+def fused(weights: Iterable[ModelWeight], split: Collection[str]) -> list[ModelWeight]:
+    """Join the rows of weights that lie next to one another in a module, if `split` does not keep them apart."""
+    kinds = {part: kind for kind, parts in SPLITS.items() if kind not in split for part in parts}
+    found: dict[tuple[str, str, str], list[ModelWeight]] = {}
+    for own in weights:
+        *_, place, leaf, last = ("", "", *own.name.rsplit(".", 2))
+        found.setdefault((place, kinds.get(leaf, leaf), last), []).append(own)
+    joined = []
+    for (place, kind, last), parts in found.items():
+        if len(parts) < 2 or len(parts) < len(SPLITS.get(kind, ())):
+            joined += parts
+            continue
+        name = "qkv_proj" if kind == "qkv" else "gate_up_proj"
+        shape = (sum(w.shape[0] for w in parts), *parts[0].shape[1:])
+        joined.append(replace(parts[0], name=f"{place}.{name}.{last}", shape=shape))
+    return joined
+
+
+def layer_of(name: str, otherwise: int = 0) -> int:
     """Return the first number in a name: layers.12.attn.q belongs to layer 12."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+    return next((int(part) for part in name.split(".") if part.isdecimal()), otherwise)
 
 
 def whole(value: Any) -> bool:
     """Tell whether a value is an integer of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object; raise CanzonaError if it does not."""
-    found = read_json(path, "write a JSON object")
-    if not isinstance(found, dict):
-        raise CanzonaError("the file is not a JSON object", at=str(path), hint="as in {...}")
-    return found
 
 
 def parse_split(text: str) -> tuple[str, ...]:
