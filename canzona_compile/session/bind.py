@@ -126,34 +126,40 @@ class Binder:
         return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)
 
     def divide(self, own: Described) -> Described:
-        """Find out whether and how `split=` divides a parameter, and whether its fragments can be put together."""
+        """Find out how a parameter is divided, by `split=` or among owners, and whether its fragments fit together."""
         split = chosen(self.options.split, own.name, own.layout.shape)
         strided = None if own.stand_in is None else own.stand_in.strided(split)
-        ranges = () if strided or own.stand_in is not None else self._ranges(own)
+        shared, ranges = (own, []) if strided or own.stand_in is not None else self._ranges(own)
         if strided or (split is None and not ranges):
             return replace(own, strided=strided)
         box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
         view = PiecesView(own.name, own.param, split, box, ranges)
         view.show()
-        return replace(own, pieces=own.shown_by(view))
+        return replace(own, pieces=(shared if ranges else own).shown_by(view))
 
-    def _ranges(self, own: Described) -> Sequence[tuple[int, int]]:
+    def _ranges(self, own: Described) -> tuple[Described, list[tuple[int, int]]]:
         """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
 
         Returns:
-            The first matrix of each range, and how many there are; empty if the stack stays whole. One with state that
-            is not of its shape does, because that state could not be put together again.
+            What is divided, which may be this rank's entries of the stack, as a stack of their own. The first matrix of
+            each range, and how many there are; none if the stack stays whole. One with state that is not of its shape
+            does, because that state could not be put together again.
         """
+        dims = self._dims(own.group, own.layout.shape)
+        if dims and own.layout_of_entries is not None and not self.replicas:
+            layout = own.layout_of_entries()
+            spec = replace(own.spec, shape=layout.shape, part=True)
+            own = replace(own, layout=layout, spec=spec, layout_of_entries=None)
         owners, whole = own.layout.grid.size, own.layout.shape
-        if owners == 1 or own.layout_of_entries is not None or not (dims := self._dims(own.group, whole)):
-            return ()
+        if owners == 1 or own.layout_of_entries is not None or not dims:
+            return own, []
         if (count := num_ranges(whole[0], owners, self._num_stacks)) == 1:
-            return ()
-        one = self._captured(replace(own, spec=replace(own.spec, shape=whole[dims:])))
+            return own, []
+        one = self._captured(replace(own, spec=replace(own.spec, shape=whole[dims:], part=False)))
         if one.recorder is None or one.python_state or any(leaf.shape != whole[dims:] for leaf in one.state):
-            return ()
+            return own, []
         cuts = [whole[0] * i // count for i in range(count + 1)]
-        return [(a, b - a) for a, b in itertools.pairwise(cuts)]
+        return own, [(a, b - a) for a, b in itertools.pairwise(cuts)]
 
     def _dims(self, group: int, shape: Shape) -> int:
         return self._stacks.dims(self.optimizer.param_groups[group], shape)

@@ -33,7 +33,8 @@ class PiecesView(ParamView):
     Args:
         split: says which pieces there are; None if the parameter is a stack that has no others than ranges.
         ranges: the first matrix of each range of a stack, and the number of matrices; none for a parameter that is not
-            divided in that way.
+            divided in that way. They count from the first matrix of which this rank holds a fragment, and cover all
+            such matrices.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class PiecesView(ParamView):
         self._places: dict[str, tuple[tuple[int, int] | None, Tensor | None]] = {}
         parts = []
         for own in self.ranges or (None,):
-            label = "" if own is None else f"{own[0]}:{sum(own)}"
+            label = "" if own is None else f"{box.start[0] + own[0]}:{box.start[0] + sum(own)}"
             for piece, rows in ({"": None} if split is None else rows_of(split)).items():
                 key = ".".join(word for word in (label, piece) if word)
                 self._places[key] = own, rows

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from canzona_compile import muon_adamw, wrap
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.optimizers import Muon
-from tests.harness.layouts import Case
+from tests.harness.layouts import Case, mesh_of
+from tests.harness.layouts import full as gathered
 from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, parameters
+from tests.harness.ranks import run
 from tests.harness.training import Training, check, on_ranks
 
 ODD = ((5, 17, 31), (2, 31, 17), (3, 24, 24))  # dims for which a batched product rounds otherwise
@@ -60,6 +69,63 @@ def test_vectors_and_wrong_arguments_are_refused() -> None:
         Muon([torch.nn.Parameter(torch.ones(2, 3, 3))], lr=-1.0)
 
 
+@pytest.mark.ranks
+def test_convolutions_are_one_matrix() -> None:
+    convolutions()
+    run(2, convolutions, after=partial(convolutions))
+
+
+def convolutions() -> None:
+    """That `matrices=` names: [outputs, all else], as torch's Muon steps the flattened weight."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 16), nn.Linear(16, 4))
+
+    plain, own = model(), model()
+    if dist.is_initialized():
+        fully_shard(own, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    optimizer = muon_adamw(own, 0.02, matrices="0.weight", others="2.weight")
+    flat = nn.Parameter(plain[0].weight.detach().flatten(1).clone())
+    muon = torch.optim.Muon([flat], 0.02, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        random = torch.Generator().manual_seed(step)
+        for param in own.parameters():
+            grad = torch.randn(param.shape, generator=random)
+            if param.ndim == 4:
+                flat.grad = grad.flatten(1)
+            if isinstance(param, DTensor):
+                grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+            param.grad = grad
+        optimizer.step()
+        muon.step()
+    assert torch.equal(gathered(own[0].weight).flatten(1), flat.detach())
+
+
+class Mixing(torch.optim.Optimizer):
+    """Says that it steps matrices one by one, and divides the gradient of a stack by the norm of all of it."""
+
+    matrix_dims = 2
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if (grad := param.grad) is not None:
+                    param.sub_(grad @ grad.mT @ grad / grad.norm(), alpha=group["lr"])
+
+
+def test_a_class_that_does_not_keep_its_word_is_refused() -> None:
+    (param,) = parameters([(2, 24, 16)])
+    optimizer = wrap(Mixing([param]))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(UnsupportedOptimizer, match="matrix_dims says that each matrix of a stack steps as if"):
+        optimizer.step()
+
+
 # -- wrapped ---------------------------------------------------------------------------------------
 
 
@@ -99,6 +165,16 @@ LAYOUTS = [
 )
 def test_on_ranks(case: Case, dtype: torch.dtype, shapes: str) -> None:
     check(on_ranks(__name__, shapes, [case], dtype, strategy="owner"))
+
+
+@pytest.mark.ranks
+def test_ranks_that_share_some_matrices_divide_these() -> None:
+    """Experts of two rows of ranks, each cut along a matrix dim by the ranks of its row."""
+    outcomes = on_ranks(__name__, "one", [Case("stack_dims", (2, 2))], strategy="owner")
+    check(outcomes)
+    names = [[task["name"] for task in outcome.report["tasks"]] for outcome in outcomes]
+    assert names[0] == names[1] == [f"group0.param0[{i}:{i + 1}]" for i in range(4)]
+    assert names[2] == names[3] == [f"group0.param0[{i}:{i + 1}]" for i in range(4, 8)]
 
 
 @pytest.mark.ranks
