@@ -6,7 +6,6 @@ They are bound at the first step and no earlier, because frameworks replace para
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,7 +38,6 @@ from canzona_compile.views.entries import (
     cut_along_experts,
     elementwise,
     independent,
-    num_ranges,
     same_but_sizes,
     state_of_entries,
 )
@@ -138,28 +136,20 @@ class Binder:
         return replace(own, pieces=(shared if ranges else own).shown_by(view))
 
     def _ranges(self, own: Described) -> tuple[Described, list[tuple[int, int]]]:
-        """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
+        """Divide a stack among its owners, see `Stacks.ranges`.
 
         Returns:
-            What is divided, which may be this rank's entries of the stack, as a stack of their own. The first matrix of
-            each range, and how many there are; none if the stack stays whole. One with state that is not of its shape
-            does, because that state could not be put together again.
+            What is divided, which may be this rank's entries of the stack, as a stack of their own; and the ranges.
         """
         dims = self._dims(own.group, own.layout.shape)
         if dims and own.layout_of_entries is not None and not self.replicas:
             layout = own.layout_of_entries()
             spec = replace(own.spec, shape=layout.shape, part=True)
             own = replace(own, layout=layout, spec=spec, layout_of_entries=None)
-        owners, whole = own.layout.grid.size, own.layout.shape
-        if owners == 1 or own.layout_of_entries is not None or not dims:
+        if own.layout_of_entries is not None:
             return own, []
-        if (count := num_ranges(whole[0], owners, self._num_stacks)) == 1:
-            return own, []
-        one = self._captured(replace(own, spec=replace(own.spec, shape=whole[dims:], part=False)))
-        if one.recorder is None or one.python_state or any(leaf.shape != whole[dims:] for leaf in one.state):
-            return own, []
-        cuts = [whole[0] * i // count for i in range(count + 1)]
-        return own, [(a, b - a) for a, b in itertools.pairwise(cuts)]
+        like = ParamExample(self.optimizer.param_groups[own.group], own.spec, own.name)
+        return own, self._stacks.ranges(like, own.layout, self._num_stacks)
 
     def _dims(self, group: int, shape: Shape) -> int:
         return self._stacks.dims(self.optimizer.param_groups[group], shape)

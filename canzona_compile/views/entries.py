@@ -6,6 +6,7 @@ wait for fragments that another never sends. So every rank looks at the numbers 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.fx_utils import pointwise
-from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.step import Template
 from canzona_compile.lowering.stack_of_matrices import stacked_leaf, stacked_template
 from canzona_compile.machine.hardware import Machine
@@ -106,6 +107,29 @@ class Stacks:
             known = self._lifted(one, lead, machine, "_part" * like.spec.part)
             self._kinds[key] = one, known
         return known
+
+    def ranges(self, like: ParamExample, layout: Layout, stacks: int) -> list[tuple[int, int]]:
+        """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
+
+        Args:
+            like: a stack of this kind, without state; its size does not matter.
+            stacks: how many such stacks share these owners.
+
+        Returns:
+            The first matrix of each range, and how many there are; none if the stack stays whole. One with state that
+            is not of its shape does, because that state could not be put together again.
+        """
+        owners, entries = layout.grid.size, layout.shape[0]
+        if owners == 1 or not (dims := self.dims(like.group, layout.shape)):
+            return []
+        if (count := num_ranges(entries, owners, stacks)) == 1:
+            return []
+        shape = like.spec.shape[dims:]
+        one = self.capture.kind_of(replace(like, spec=replace(like.spec, shape=shape, part=False)))
+        if one.recorder is None or one.python_state or any(leaf.shape != shape for leaf in one.state):
+            return []
+        cuts = [entries * i // count for i in range(count + 1)]
+        return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 
     def _lifted(self, one: ParamKind, lead: Shape, machine: Machine, suffix: str) -> ParamKind:
         templates = {v: stacked_template(t, lead, machine, self.exact, suffix) for v, t in one.templates.items()}

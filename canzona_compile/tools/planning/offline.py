@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.printer import dtype_name
+from canzona_compile.ir.split import part_of_layout
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
 from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Machine
@@ -32,13 +34,14 @@ from canzona_compile.replica.raised import Untraceable
 from canzona_compile.session.plan import joined
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
+from canzona_compile.views.entries import Stacks
 
 SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
 DTYPE = torch.float32  # of parameters and gradients
-ENTRY = re.compile(r"(@\d+)?(\[\d+\])?$")  # what `parts` adds to the name of a weight
+ENTRY = re.compile(r"(@\d+)?(\[\d+(:\d+)?\])?$")  # what tasks add to the name of a weight
 WHOLE_MODEL = "muon+adamw"  # the chain of `muon_adamw`
 NAMED = {
-    "muon": "torch.optim:Muon",
+    "muon": "canzona_compile.optimizers:Muon",
     "normuon": "canzona_compile.optimizers:NorMuon",
     "soap": "canzona_compile.optimizers:SOAP",
     "shampoo": "canzona_compile.optimizers:Shampoo",
@@ -134,23 +137,35 @@ def captured_step(
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
+    stacks = [Stacks(Capture(own), exact=True) for own in members]
     matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not takes_stacks(own)}
-    planned = [
-        (w, w.name + part, layout) for w in weights for part, layout in parts(w, sharding, w.member in matrices_only)
-    ]
+    own_stacks = [w for w in weights if w.experts and not w.elementwise]
+    alike = {(w.member, sharding.stage(w), w.name.partition("[")[0]) for w in own_stacks}
+    numbers = Counter((member, stage) for member, stage, _ in alike)  # of stacks that share their owners
+    layouts: dict[tuple[int, int], Layout] = {}
+    planned = []
+    for weight in weights:
+        found = parts(weight, sharding, weight.member in matrices_only)
+        if weight.experts and not weight.elementwise and weight.member not in matrices_only:
+            number = weight.member if chained else 0
+            found = shared_out(
+                weight, found, members[number], stacks[number], numbers[weight.member, sharding.stage(weight)], layouts
+            )
+        planned += [(weight, name, layout) for name, layout in found]
     steps: list[Step] = []
     periods: dict[str, VariantPeriod] = {}
     for number, own in enumerate(members):
         mine = [(i, *entry) for i, entry in enumerate(planned) if entry[0].member == number or not chained]
-        step, found = captured_by(own, mine, machine, chained)
+        step, periodic = captured_by(own, stacks[number], mine, machine, chained)
         steps.append(step)
-        periods |= found
+        periods |= periodic
     names = tuple((step.optimizer, frozenset(task.name for task in step.tasks)) for step in steps)
     return Captured(joined(steps), periods, names)
 
 
 def captured_by(
     optimizer: Optimizer,
+    stacks: Stacks,
     planned: Sequence[tuple[int, ModelWeight, str, Layout]],
     machine: Machine,
     chained: bool,
@@ -161,7 +176,6 @@ def captured_by(
         planned: what it updates: the number of the task, the weight, the name of the task, and the layout.
         chained: whether it updates elementwise weights, too. If not, a stand-in of their optimizer does.
     """
-    capture = Capture(optimizer)
     kinds: dict[tuple[Shape, int], ParamKind] = {}
     separable: dict[tuple[int, int], bool] = {}
 
@@ -169,8 +183,9 @@ def captured_by(
         spec = ParameterSpec(shape, DTYPE, DTYPE, torch.device("cpu"))
         like = ParamExample(optimizer.param_groups[g], spec, name)
         if (g, len(shape)) not in separable:  # nothing is rehearsed here, which costs more
-            separable[g, len(shape)] = check_separable(optimizer, like)
-        return capture.kind_of(like)
+            one = replace(like, spec=replace(spec, shape=shape[stacks.dims(like.group, shape) :]))
+            separable[g, len(shape)] = check_separable(optimizer, one)
+        return stacks.kind_of(like, machine)
 
     tasks: list[Task] = []
     periods: dict[str, VariantPeriod] = {}
@@ -219,19 +234,46 @@ def miniature(shape: Shape) -> Shape:
 
 
 def parts(weight: ModelWeight, sharding: WeightSharding, divided: bool) -> list[tuple[str, Layout]]:
-    """Return a weight's layouts, each with the suffix of its name, which is empty if there is only one.
+    """Return the tasks of a weight and their layouts.
 
-    Here alone a stack of experts becomes several tasks: one for each part of the mesh that holds entries of its own.
+    A stack of experts becomes several tasks: one for each part of the mesh that holds entries of its own.
 
     Args:
         divided: whether each entry of a stack is a matrix of its own.
     """
     layouts = sharding.layouts(weight)
-    names = [f"@{i}" if len(layouts) > 1 else "" for i in range(len(layouts))]
+    names = [f"{weight.name}@{i}" if len(layouts) > 1 else weight.name for i in range(len(layouts))]
     if not (divided and weight.experts) or weight.elementwise:
         return list(zip(names, layouts, strict=True))
     entries = zip(names, layouts, sharding.entries(weight), strict=True)
     return [(f"{name}[{i}]", own) for name, stack, own in entries for i in range(stack.shape[0])]
+
+
+def shared_out(
+    weight: ModelWeight,
+    tasks: Sequence[tuple[str, Layout]],
+    optimizer: Optimizer,
+    stacks: Stacks,
+    number: int,
+    layouts: dict[tuple[int, int], Layout],
+) -> list[tuple[str, Layout]]:
+    """Divide stacks that ranks would gather among their owners, as binding does.
+
+    Args:
+        number: how many stacks share these owners.
+        layouts: of ranges, by the layout of the whole and the length, for all weights: each is looked at once.
+    """
+    found: list[tuple[str, Layout]] = []
+    for name, layout in tasks:
+        spec = ParameterSpec(miniature(layout.shape), DTYPE, DTYPE, torch.device("cpu"))
+        like = ParamExample(optimizer.param_groups[weight.group], spec, name)
+        if not (ranges := stacks.ranges(like, layout, number)):
+            found.append((name, layout))
+        for first, length in ranges:
+            if (id(layout), length) not in layouts:
+                layouts[id(layout), length] = part_of_layout(layout, torch.arange(length, device="cpu"), 0)
+            found.append((f"{name}[{first}:{first + length}]", layouts[id(layout), length]))
+    return found
 
 
 def weight_name(task: str) -> str:
