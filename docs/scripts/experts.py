@@ -9,30 +9,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import canzona_compile
 
 
-class StackMuon(torch.optim.Optimizer):
-    """Momentum whose matrices are orthogonalized one by one; parameters are stacks [experts, rows, columns]."""
-
-    def __init__(self, params, lr: float = 2e-2, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(param)
-                state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
-                update = state["momentum_buffer"].to(torch.bfloat16)
-                update = update / (update.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-                for _ in range(5):
-                    gram = update @ update.mT
-                    update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
-                param.add_(update.to(param.dtype), alpha=-group["lr"])
-
-
 class Experts(nn.Module):
     """Eight experts; a rank has some of them, and sees the tokens of these."""
 
@@ -48,7 +24,9 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 torch.manual_seed(0)
 model = Experts(mesh)
-optimizer = canzona_compile.wrap(StackMuon(model.parameters()), model=model)
+# --8<-- [start:line]
+optimizer = canzona_compile.muon_adamw(model, lr=3e-2)
+# --8<-- [end:line]
 
 for step in range(10):
     tokens = torch.randn(8 // mesh.size(), 16, 32)
