@@ -149,7 +149,7 @@ class Binder:
         if own.layout_of_entries is not None:
             return own, []
         like = ParamExample(self.optimizer.param_groups[own.group], own.spec, own.name)
-        return own, self._stacks.ranges(like, own.layout, self._num_stacks)
+        return own, self._stacks.ranges(like, own.layout, self._num_stacks, self.options.capacity)
 
     def _dims(self, group: int, shape: Shape) -> int:
         return self._stacks.dims(self.optimizer.param_groups[group], shape)

@@ -7,6 +7,7 @@ wait for fragments that another never sends. So every rank looks at the numbers 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,11 +49,7 @@ def elementwise(kind: ParamKind) -> bool:
 
 
 RANGES_PER_OWNER = 4  # of all stacks together, so that owners have about equal loads
-
-
-def num_ranges(entries: int, owners: int, stacks: int) -> int:
-    """How many ranges of its matrices a stack is divided into: few if there are many stacks for the owners to share."""
-    return max(1, min(entries, -(-RANGES_PER_OWNER * owners // stacks)))
+MOST_BYTES = 1 << 28  # of a range, in the dtype of the parameter: 64 M elements of float32, as in a large matrix
 
 
 def state_of_entries(state: Mapping[str, Any] | None, entries: int, part: int) -> dict[str, Any] | None:
@@ -108,8 +105,11 @@ class Stacks:
             self._kinds[key] = one, known
         return known
 
-    def ranges(self, like: ParamExample, layout: Layout, stacks: int) -> list[tuple[int, int]]:
+    def ranges(self, like: ParamExample, layout: Layout, stacks: int, capacity: int | None) -> list[tuple[int, int]]:
         """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
+
+        A range has at most `capacity` bytes, if it is given, or `MOST_BYTES`, but at least one matrix: a micro-group
+        cannot be smaller than its largest task.
 
         Args:
             like: a stack of this kind, without state; its size does not matter.
@@ -122,7 +122,9 @@ class Stacks:
         owners, entries = layout.grid.size, layout.shape[0]
         if owners == 1 or not (dims := self.dims(like.group, layout.shape)):
             return []
-        if (count := num_ranges(entries, owners, stacks)) == 1:
+        size = math.prod(layout.shape) * like.spec.dtype.itemsize
+        count = max(-(-RANGES_PER_OWNER * owners // stacks), -(-size // (capacity or MOST_BYTES)))
+        if (count := min(count, entries)) < 2:
             return []
         shape = like.spec.shape[dims:]
         one = self.capture.kind_of(replace(like, spec=replace(like.spec, shape=shape, part=False)))

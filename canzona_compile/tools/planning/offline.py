@@ -121,6 +121,7 @@ def captured_step(
     optimizer: Optimizer,
     machine: Machine,
     everything: bool = False,
+    capacity: int | None = None,
 ) -> Captured:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
@@ -129,6 +130,7 @@ def captured_step(
         optimizer: its code is captured, with the hyperparameters of each weight's parameter group.
         everything: whether it has tasks for the parameters that another optimizer updates elementwise, too, in the
             order of the model. The step of a chain always has them.
+        capacity: bytes, as users gave them; a range of a stack has at most as many.
     """
     check(mesh, model)
     sharding = WeightSharding(mesh, model.layers)
@@ -147,10 +149,9 @@ def captured_step(
     for weight in weights:
         found = parts(weight, sharding, weight.member in matrices_only)
         if weight.experts and not weight.elementwise and weight.member not in matrices_only:
-            number = weight.member if chained else 0
-            found = shared_out(
-                weight, found, members[number], stacks[number], numbers[weight.member, sharding.stage(weight)], layouts
-            )
+            member = weight.member if chained else 0
+            number = numbers[weight.member, sharding.stage(weight)]
+            found = shared_out(weight, found, stacks[member], number, capacity, layouts)
         planned += [(weight, name, layout) for name, layout in found]
     steps: list[Step] = []
     periods: dict[str, VariantPeriod] = {}
@@ -252,9 +253,9 @@ def parts(weight: ModelWeight, sharding: WeightSharding, divided: bool) -> list[
 def shared_out(
     weight: ModelWeight,
     tasks: Sequence[tuple[str, Layout]],
-    optimizer: Optimizer,
     stacks: Stacks,
     number: int,
+    capacity: int | None,
     layouts: dict[tuple[int, int], Layout],
 ) -> list[tuple[str, Layout]]:
     """Divide stacks that ranks would gather among their owners, as binding does.
@@ -266,8 +267,8 @@ def shared_out(
     found: list[tuple[str, Layout]] = []
     for name, layout in tasks:
         spec = ParameterSpec(miniature(layout.shape), DTYPE, DTYPE, torch.device("cpu"))
-        like = ParamExample(optimizer.param_groups[weight.group], spec, name)
-        if not (ranges := stacks.ranges(like, layout, number)):
+        like = ParamExample(stacks.capture.optimizer.param_groups[weight.group], spec, name)
+        if not (ranges := stacks.ranges(like, layout, number, capacity)):
             found.append((name, layout))
         for first, length in ranges:
             if (id(layout), length) not in layouts:
