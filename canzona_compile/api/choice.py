@@ -145,7 +145,8 @@ def hidden_matrices(
         model: the model.
         matrices: patterns of names (as of `fnmatch`) that are hidden matrices, whatever the rules say.
         others: patterns of names that are not.
-        batch_dims: the optimizer takes stacks of matrices. Stacks of experts (3-D) are matrices then.
+        batch_dims: the optimizer takes stacks of matrices, as `canzona_compile.optimizers.Muon` does. Stacks, such as
+            those of experts, are hidden matrices then.
 
     Returns:
         The choice. `choice.matrices` and `choice.others` are pairs of names and parameters; `print(choice)` shows all.
@@ -174,7 +175,7 @@ def hidden_matrices(
         elif pattern is not None:
             kind, why = "matrix" if name in wanted else "other", f"chosen by pattern {pattern!r}"
             if name in wanted and survey.is_convolution(param):
-                why += ": a convolution, one matrix [outputs, all else]"
+                why += ": a convolution, which muon_adamw takes as one matrix"
                 convolutions.add(name)
         else:
             kind, why = judge(survey, param, batch_dims)

@@ -16,6 +16,7 @@ from canzona_compile.api.chain import Chain, chain
 from canzona_compile.api.choice import Choice, hidden_matrices
 from canzona_compile.api.wrap import names_in, wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import StepOptions, WrapOptions
 from canzona_compile.ir.plan_file import read_plan
@@ -121,7 +122,7 @@ def muon_adamw(
         TypeError: there is no such option.
     """
     kinds = beside_adamw(MUON, lr, weight_decay, muon, adamw)
-    return line_of("muon", model, kinds, matrices, others, zero1, options)
+    return for_whole_model("muon", model, kinds, matrices, others, zero1, options)
 
 
 def soap_adamw(
@@ -142,7 +143,7 @@ def soap_adamw(
     `canzona_compile.optimizers.SOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
     """
     kinds = beside_adamw(SOAP, lr, weight_decay, soap, adamw)
-    return line_of("soap", model, kinds, matrices, others, zero1, options)
+    return for_whole_model("soap", model, kinds, matrices, others, zero1, options)
 
 
 def kl_soap_adamw(
@@ -163,7 +164,7 @@ def kl_soap_adamw(
     `canzona_compile.optimizers.KLSOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
     """
     kinds = beside_adamw(KLSOAP, lr, weight_decay, kl_soap, adamw)
-    return line_of("kl_soap", model, kinds, matrices, others, zero1, options)
+    return for_whole_model("kl_soap", model, kinds, matrices, others, zero1, options)
 
 
 def plain_muon_adamw(
@@ -190,7 +191,7 @@ def beside_adamw(
     return partial(kind, **{**both, **(own or {})}), partial(AdamW, **{**both, **(adamw or {})})
 
 
-def line_of(
+def for_whole_model(
     own: str,
     model: nn.Module,
     kinds: tuple[MakesOptimizer, MakesOptimizer],
@@ -243,6 +244,14 @@ def built(
     if choice.convolutions and takes_stacks(kinds[0]):
         own = by_matrix_dims(choice)
     made = chained(own, choice.others, *kinds)
+    first = made.optimizers[0]
+    if choice.convolutions and own is choice.matrices and hasattr(plain_class(first), "matrix_dims"):
+        raise CanzonaError(
+            f"{name_of(kinds[0])} would train this convolution as a stack of many small matrices",
+            at=min(choice.convolutions),
+            hint="pass the class or functools.partial of it, so that convolutions get a parameter group with "
+            "matrix_dims, or narrow matrices=",
+        )
     if options.get("split", "auto") == "auto":
         options = {**options, "split": splits_in(made, model, choice, options)}
         if options["split"] and zero1 is None:
@@ -279,8 +288,10 @@ def splits_in(made: Chain, model: nn.Module, choice: Choice, options: Mapping[st
     found = {name for own in made.optimizers for name, _, _ in named_params(own, names_in(model, own))}
     splits = {name: split for name, split in choice.splits.items() if name in found}
     if options.get("plan") is not None:
-        planned = {task.name for task in read_plan(options["plan"]).tasks}
-        splits = {name: split for name, split in splits.items() if f"{name}[{split.parts[0][0]}]" in planned}
+        planned = [task.name for task in read_plan(options["plan"]).tasks]
+        ends = {name: (f"{name}[", f"{split.parts[0][0]}]") for name, split in splits.items()}
+        kept = {n for n, (begin, end) in ends.items() if any(t.startswith(begin) and t.endswith(end) for t in planned)}
+        splits = {name: split for name, split in splits.items() if name in kept}
     return {escape(name): split for name, split in splits.items()}  # patterns that match these names alone
 
 

@@ -1,4 +1,4 @@
-"""Find out that the first dimension of a stack is a batch dimension: entry e of a result depends only on entries e.
+"""Find out whether the first dimension of a stack is a batch dimension: entry e of a result depends only on entries e.
 
 If it is, experts on different ranks are independent matrices, and nothing needs to be communicated. The class of the
 optimizer may say so by `matrix_dims`, which is tried on a small stack. Otherwise a proof follows the dimension through
@@ -47,11 +47,14 @@ def num_batch_dims(optimizer: Optimizer, group: Mapping[str, Any], ndim: int) ->
 
 
 @uninterrupted
-def check_matrix_dims(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> None:
+def check_matrix_dims(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> frozenset[str]:
     """Raise unless a small stack steps like its matrices alone, twice.
 
     Args:
         spec: of one matrix of the stack.
+
+    Returns:
+        The leaves of the state that have a value per matrix.
     """
     small = replace(spec, shape=tuple(min(TRIED, n) for n in spec.shape))
     whole = replace(small, shape=(2, *small.shape))
@@ -68,12 +71,12 @@ def check_matrix_dims(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
 
     with undisturbed(optimizer), as_written():
         together, alone = after(whole, slice(None)), [after(small, at) for at in range(2)]
-    name = plain_class(optimizer).__name__
+    name, of_each = plain_class(optimizer).__name__, set[str]()
     for leaf, value in together.items():
         own = [found.get(leaf) for found in alone]
-        if isinstance(value, Tensor) and value.ndim:
-            of_each = list(value) if len(value) == len(own) else []
-            same = len(of_each) == len(own) and all(map(equal, own, of_each))
+        if isinstance(value, Tensor) and isinstance(own[0], Tensor) and value.shape == (len(own), *own[0].shape):
+            of_each.add(leaf)
+            same = all(map(equal, own, value))
         else:
             same = all(equal(one, value) for one in own)
         if not same:
@@ -81,6 +84,7 @@ def check_matrix_dims(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
                 f"{name}.matrix_dims says that each matrix of a stack steps as if it were alone, but {leaf} differs",
                 hint=f"let {name}.step treat each matrix by itself, with state [..., M, N], or remove matrix_dims",
             )
+    return frozenset(of_each)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -92,8 +96,10 @@ def equal(one: Any, other: Any) -> bool:
 
 def first_dim_is_batch(template: Template) -> bool:
     """Tell whether entry e of every leaf that a template writes depends only on entries e of its inputs."""
-    if template.interpreted or template.batch_dims:
-        return not template.interpreted
+    if template.interpreted:
+        return False
+    if template.batch_dims:
+        return True
     batch: dict[fx.Node, int | None] = {}  # the batch dim of every value, None if it has none
     for node, leaf in zip(placeholders(template.graph), template.inputs, strict=True):
         batch[node] = 0 if leaf.shape and leaf.shape[0] == template.shape[0] else None

@@ -263,21 +263,21 @@ class EachMatrix:
         """Call the operator for each matrix, and stack what it returns."""
         leaves, form = pytree.tree_flatten((args, kwargs))
         lead: Shape = leaves[min(self.stacked)].shape[: self.dims]
-        alike = math.prod(lead) == 0 or any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        traced = math.prod(lead) == 0 or any(isinstance(leaf, FakeTensor) for leaf in leaves)
         for i in self.stacked:
             own = leaves[i].flatten(0, self.dims - 1) if self.dims > 1 else leaves[i]
-            leaves[i] = [own.new_zeros(own.shape[1:])] if alike else rows(own)
+            leaves[i] = [own.new_zeros(own.shape[1:])] if traced else matrices_of(own)
         positional, named = pytree.tree_unflatten(leaves, form)
         found = each(self.operator, *positional, **named)
         several = isinstance(found, tuple)
         stacks = []
         for own in found if several else (found,):
-            whole = own[0].new_empty((math.prod(lead), *own[0].shape)) if alike else stack(own)
+            whole = own[0].new_empty((math.prod(lead), *own[0].shape)) if traced else stack(own)
             stacks.append(whole.unflatten(0, lead) if self.dims > 1 else whole)
         return tuple(stacks) if several else stacks[0]
 
 
-def rows(stack: Tensor) -> list[Tensor]:
+def matrices_of(stack: Tensor) -> list[Tensor]:
     """The matrices of a stack `[n, ...]`, aligned as they are alone."""
     found = list(stack.unbind())
     if found and found[0].numel() * found[0].itemsize % ALIGNED:

@@ -28,18 +28,17 @@ aten = torch.ops.aten
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
-def stacked_template(template: Template, lead: Shape, machine: Machine, exact: bool, suffix: str = "") -> Template:
+def stacked_template(
+    template: Template, lead: Shape, names: frozenset[str], machine: Machine, exact: bool, suffix: str = ""
+) -> Template:
     """Lift the template of one matrix.
 
     Args:
         lead: the dims that count matrices.
+        names: the leaves of the state that have a value per matrix; the stack shares the others.
         suffix: of the names of the result.
     """
-    names = frozenset(leaf.name for leaf in (*template.inputs, *template.state) if leaf.shape)
-    lift = StackLift(template, lead, names, machine, exact)
-    while not lift.written <= names:  # a 0-d leaf belongs to each matrix if its new value does
-        names |= lift.written
-        lift = StackLift(template, lead, names, machine, exact)
+    names = names | {"param", "grad"}
     dims = "x".join(map(str, template.shape))
 
     def name(given: str) -> str:
@@ -52,7 +51,7 @@ def stacked_template(template: Template, lead: Shape, machine: Machine, exact: b
         shape=(*lead, *template.shape),
         inputs=tuple(stacked_leaf(leaf, lead) if leaf.name in names else leaf for leaf in template.inputs),
         state=tuple(stacked_leaf(leaf, lead) if leaf.name in names else leaf for leaf in template.state),
-        graph=lift.graph,
+        graph=StackLift(template, lead, names, machine, exact).graph,
         batch_dims=len(lead),
     )
 
@@ -71,9 +70,6 @@ class StackLift:
 
     Args:
         names: the leaves that have a value per matrix.
-
-    Attributes:
-        written: the leaves that the graph gives a value per matrix.
     """
 
     def __init__(self, template: Template, lead: Shape, names: frozenset[str], machine: Machine, exact: bool) -> None:
@@ -92,8 +88,6 @@ class StackLift:
                 self._many.add(node)
         results = outputs(template.graph)
         self.graph.output(tuple(self._env[node] if isinstance(node, fx.Node) else node for node in results))
-        pairs = zip(template.writes, results, strict=True)
-        self.written = frozenset(name for name, node in pairs if node in self._many)
 
     def _placeholder(self, node: fx.Node, leaf: Leaf, many: bool) -> None:
         own = self._env[node] = self.graph.placeholder(leaf.name)
@@ -142,13 +136,15 @@ class StackLift:
     def _fits(self, node: fx.Node) -> bool:
         """Whether a pointwise operator gives each matrix of the stack the bits that it gives it alone.
 
-        A 0-d operand never widens the dtype of the result, but a stack `[n, 1, 1]` of such operands may.
+        A 0-d operand never widens the dtype of the result, but a stack `[n, 1, 1]` of such operands may. Nor does one
+        that all matrices share, beside a stack `[n]` of others.
         """
         value = tensor_value(node)
         if value is None:
             return False
-        operands = [tensor_value(n) for n in node.all_input_nodes if n in self._many]
-        same = not value.ndim or all(v is None or v.ndim or v.dtype == value.dtype for v in operands)
+        operands = [(n, v) for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
+        scalars = [v for n, v in operands if not v.ndim and (n in self._many or not value.ndim)]
+        same = all(v.dtype == value.dtype for v in scalars) or node.target is aten._to_copy.default
         aligned = value.numel() % ALIGNMENT == 0
         return same and (not self.exact or placed_equally(node, self.machine, aligned))
 
@@ -168,11 +164,12 @@ class StackLift:
         return insert_call(self.graph, target, args, kwargs)
 
     def _runs_on_stacks(self, node: fx.Node) -> bool:
-        """Whether any other operator runs on the stack. On CUDA products do, up to rounding."""
+        """Whether an operator that is not pointwise runs on the stack. On CUDA products do, up to rounding."""
         tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]
         if self.dims > 1 or not self._many.issuperset(tensors):
             return False
-        return (product(node) and self.machine.device == "cuda") or stackable(node, self.machine, self.exact)
+        exact = self.exact and not (product(node) and self.machine.device == "cuda")
+        return stackable(node, self.machine, exact)
 
 
 def turning(node: fx.Node, ndim: int) -> list[int] | None:

@@ -109,8 +109,6 @@ def refusal(
         dependent: the places that other gradients of other parameters changed.
     """
     kind = whole.kind
-    if whole.drew or whole.operators.generators:
-        return drawing(optimizer, whole)
     if parts.error is not None and whole.error is None:
         return UnsupportedOptimizer(
             f"{kind} updates parameters together: its step fails for one without the others"
@@ -139,6 +137,8 @@ def refusal(
     held = {name: pytree.tree_leaves(value) for name, value in vars(optimizer).items()}
     if modules := [f"self.{name}" for name, leaves in held.items() if any(isinstance(x, Module) for x in leaves)]:
         hint += f"; to change weights of {some(modules)} after the step, use a hook as in examples/qk_clip.py"
+    if not dependent and (whole.drew or whole.operators.generators):
+        return drawing(optimizer, whole)
     on = "the values of others" if dependent else "which others there are"
     return UnsupportedOptimizer(
         f"{kind} updates parameters together: the update of one depends on {on}{written}", at=at, hint=hint

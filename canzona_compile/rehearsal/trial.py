@@ -147,7 +147,8 @@ def take(optimizer: Optimizer, scenario: Scenario, step_of: StepOf = plainly) ->
             found.outside = outside.changed()
         found.kind, found.drew = type(small.optimizer).__name__, drew()
         held = pytree.tree_leaves([vars(small.optimizer), list(small.optimizer.state.values())])
-        found.draws_elsewhere = any(one not in (torch.default_generator, *held) for one in found.operators.generators)
+        known = {id(torch.default_generator), *map(id, held)}
+        found.draws_elsewhere = any(id(one) not in known for one in found.operators.generators)
     found.uses_cache = outside.calls_problem or small.calls.problem
     found.reads_variables = outside.reads_variables
     return found

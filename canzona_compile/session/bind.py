@@ -32,9 +32,9 @@ from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.params import check_disjoint, named_params
 from canzona_compile.session.plan import BoundParam, Described, machine_of
+from canzona_compile.session.stacks import Stacks
 from canzona_compile.session.state import check_gathers
 from canzona_compile.views.entries import (
-    Stacks,
     cut_along_experts,
     elementwise,
     independent,
@@ -127,7 +127,8 @@ class Binder:
         """Find out how a parameter is divided, by `split=` or among owners, and whether its fragments fit together."""
         split = chosen(self.options.split, own.name, own.layout.shape)
         strided = None if own.stand_in is None else own.stand_in.strided(split)
-        shared, ranges = (own, []) if strided or own.stand_in is not None else self._ranges(own)
+        by_rows = split is None or split.dim >= self._dims(own.group, own.layout.shape)  # not between matrices
+        shared, ranges = (own, []) if strided or own.stand_in is not None or not by_rows else self._ranges(own)
         if strided or (split is None and not ranges):
             return replace(own, strided=strided)
         box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]

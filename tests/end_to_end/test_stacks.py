@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from canzona_compile import muon_adamw, wrap
+from canzona_compile import CanzonaError, Split, muon_adamw, optimizer_for, wrap
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.optimizers import Muon
 from tests.harness.layouts import Case, mesh_of
@@ -124,6 +125,64 @@ def test_a_class_that_does_not_keep_its_word_is_refused() -> None:
     param.grad = torch.ones_like(param)
     with pytest.raises(UnsupportedOptimizer, match="matrix_dims says that each matrix of a stack steps as if"):
         optimizer.step()
+
+
+class Scaled(torch.optim.Optimizer):
+    """Orthogonal-like steps whose size each matrix has for itself: a scalar per matrix, and numbers that all share."""
+
+    matrix_dims = 2
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if (grad := param.grad) is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["scale"] = grad.new_zeros(param.shape[:-2])
+                    state["decay"] = torch.ones((), dtype=torch.float64)
+                state["decay"] *= 0.9
+                for index in itertools.product(*map(range, param.shape[:-2])):
+                    own = grad[index].clone()  # aligned, or products round otherwise
+                    scale = torch.linalg.vector_norm(own) * state["decay"] + state["scale"][index]
+                    state["scale"][index].copy_(scale)
+                    param[index].sub_(((own @ own.mT @ own) / (1 + scale)).to(param.dtype), alpha=group["lr"])
+
+
+def test_state_of_each_matrix_and_of_all() -> None:
+    """A scalar per matrix is [E] in a stack; a product with a wider number that all share is as wide as alone."""
+    pair = Pair(lambda params: Scaled(params), ((3, 24, 16), (24, 16), (2, 2, 7, 5)))
+    for _ in range(6):
+        pair.step()
+
+
+@pytest.mark.ranks
+def test_a_stack_that_split_cuts_between_its_matrices_is_not_divided_further() -> None:
+    run(2, cut_between_matrices)
+
+
+def cut_between_matrices() -> None:
+    (whole,), (own,) = parameters([(4, 24, 16)]), parameters([(4, 24, 16)])
+    mesh = mesh_of((2,), ("line",))
+    param = nn.Parameter(distribute_tensor(own.detach(), mesh, [Shard(1)], src_data_rank=None))
+    plain = Muon([whole])
+    optimizer = wrap(Muon([("w", param)]), split={"w": Split({"a": 1, "b": 3}, dim=0)})
+    for step in range(3):
+        grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
+        whole.grad, param.grad = grad.clone(), distribute_tensor(grad, mesh, [Shard(1)], src_data_rank=None)
+        plain.step()
+        optimizer.step()
+    assert torch.equal(gathered(param), whole.detach())
+
+
+def test_convolutions_are_no_stacks() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 16), nn.Linear(16, 4))
+    with pytest.raises(CanzonaError, match="would train this convolution as a stack"):
+        optimizer_for(model, lambda named: Muon(named, lr=0.02), matrices="0.weight")
 
 
 # -- wrapped ---------------------------------------------------------------------------------------

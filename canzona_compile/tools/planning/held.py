@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.chain import Chain
 from canzona_compile.api.choice import hidden_matrices
+from canzona_compile.capture.batch_dim import num_batch_dims
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.session.params import named_params
@@ -99,7 +100,9 @@ def model_of_chain(module: nn.Module, chain: Chain, in_order: bool) -> Model:
     """
     members = [held_by(own, module) for own in chain.optimizers]
     if all(held is None for held in members):
-        matrices = {name for name, _ in hidden_matrices(module).matrices}
+        first = chain.optimizers[0]
+        stacks = num_batch_dims(first, first.param_groups[0], 3) > 0
+        matrices = {name for name, _ in hidden_matrices(module, batch_dims=stacks).matrices}
         return dealt(from_module(module, matrices), chain)
     found = {name: (m, g) for m, held in enumerate(members) for name, g in (held or {}).items()}
     model = from_module(module, found.keys() & hidden_names(module))

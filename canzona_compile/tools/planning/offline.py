@@ -32,13 +32,14 @@ from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.session.plan import joined
+from canzona_compile.session.stacks import Stacks
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
-from canzona_compile.views.entries import Stacks
 
 SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
 DTYPE = torch.float32  # of parameters and gradients
 ENTRY = re.compile(r"(@\d+)?(\[\d+(:\d+)?\])?$")  # what tasks add to the name of a weight
+RANGE = re.compile(r"\[\d+:\d+\.")  # and to that of a piece
 WHOLE_MODEL = "muon+adamw"  # the chain of `muon_adamw`
 NAMED = {
     "muon": "canzona_compile.optimizers:Muon",
@@ -122,6 +123,7 @@ def captured_step(
     machine: Machine,
     everything: bool = False,
     capacity: int | None = None,
+    exact: bool = True,
 ) -> Captured:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
@@ -131,6 +133,7 @@ def captured_step(
         everything: whether it has tasks for the parameters that another optimizer updates elementwise, too, in the
             order of the model. The step of a chain always has them.
         capacity: bytes, as users gave them; a range of a stack has at most as many.
+        exact: whether numerics are exact.
     """
     check(mesh, model)
     sharding = WeightSharding(mesh, model.layers)
@@ -139,19 +142,22 @@ def captured_step(
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
-    stacks = [Stacks(Capture(own), exact=True) for own in members]
+    stacks = [Stacks(Capture(own), exact) for own in members]
     matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not takes_stacks(own)}
-    own_stacks = [w for w in weights if w.experts and not w.elementwise]
-    alike = {(w.member, sharding.stage(w), w.name.partition("[")[0]) for w in own_stacks}
+    divided = {
+        w.name: stacks[w.member if chained else 0]
+        for w in weights
+        if not w.elementwise and w.member not in matrices_only and len(w.shape) > 2
+    }
+    alike = {(w.member, sharding.stage(w), w.name.partition("[")[0]) for w in weights if w.name in divided}
     numbers = Counter((member, stage) for member, stage, _ in alike)  # of stacks that share their owners
     layouts: dict[tuple[int, int], Layout] = {}
     planned = []
     for weight in weights:
         found = parts(weight, sharding, weight.member in matrices_only)
-        if weight.experts and not weight.elementwise and weight.member not in matrices_only:
-            member = weight.member if chained else 0
+        if weight.name in divided:
             number = numbers[weight.member, sharding.stage(weight)]
-            found = shared_out(weight, found, stacks[member], number, capacity, layouts)
+            found = shared_out(weight, found, divided[weight.name], number, capacity, layouts)
         planned += [(weight, name, layout) for name, layout in found]
     steps: list[Step] = []
     periods: dict[str, VariantPeriod] = {}
@@ -273,13 +279,19 @@ def shared_out(
         for first, length in ranges:
             if (id(layout), length) not in layouts:
                 layouts[id(layout), length] = part_of_layout(layout, torch.arange(length, device="cpu"), 0)
-            found.append((f"{name}[{first}:{first + length}]", layouts[id(layout), length]))
+            found.append((in_range(name, f"{first}:{first + length}"), layouts[id(layout), length]))
     return found
+
+
+def in_range(name: str, label: str) -> str:
+    """The name of a task that is a range of a stack, as `PiecesView` gives it to pieces: "w[0:8.gate]"."""
+    whole, bracket, piece = name.partition("[")
+    return f"{whole}[{label}.{piece}" if bracket and piece.endswith("]") else f"{name}[{label}]"
 
 
 def weight_name(task: str) -> str:
     """The name of the weight of a task."""
-    return ENTRY.sub("", task)
+    return ENTRY.sub("", RANGE.sub("[", task))
 
 
 def takes_stacks(optimizer: Optimizer) -> bool:

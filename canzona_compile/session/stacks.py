@@ -1,0 +1,112 @@
+"""Stacks of matrices that an optimizer steps one by one: their kinds, and how they are divided among owners."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canzona_compile.capture.batch_dim import check_matrix_dims, num_batch_dims
+from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.torch_private import pytree
+from canzona_compile.ir.layout import Layout, Shape
+from canzona_compile.lowering.stack_of_matrices import stacked_leaf, stacked_template
+from canzona_compile.machine.hardware import Machine
+from canzona_compile.replica.parameter_spec import ParamExample
+
+RANGES_PER_OWNER = 4  # of all stacks together, so that owners have about equal loads
+MOST_BYTES = 1 << 28  # of a range, in the dtype of the parameter: 64 M elements of float32, as in a large matrix
+
+
+class Stacks:
+    """The kinds of stacks of matrices, made from those of one matrix.
+
+    Args:
+        exact: whether each matrix must get the bits that it gets alone.
+    """
+
+    def __init__(self, capture: Capture, exact: bool) -> None:
+        self.capture, self.exact = capture, exact
+        self._of_each: dict[int, frozenset[str]] = {}  # by kind of one matrix, the leaves that have a value per matrix
+        self._kinds: dict[Any, tuple[ParamKind, ParamKind]] = {}  # of one matrix and of the stack
+
+    def dims(self, group: Mapping[str, Any], shape: Shape) -> int:
+        """How many dims of a parameter of this shape count matrices that the optimizer steps one by one."""
+        return num_batch_dims(self.capture.optimizer, group, len(shape))
+
+    def kind_of(self, like: ParamExample, machine: Machine) -> ParamKind:
+        """Find the kind of a parameter; if it is a stack whose matrices step one by one, capture one of them."""
+        if not (dims := self.dims(like.group, like.spec.shape)):
+            return self.capture.kind_of(like)
+        lead, shape = like.spec.shape[:dims], like.spec.shape[dims:]
+        spec, state = replace(like.spec, shape=shape, part=False), state_of_one(like.state, lead)
+        one = self.capture.kind_of(replace(like, spec=spec, state=state))
+        if one.recorder is None:
+            return self.capture.interpreted(like.spec, one.template.interpreted)
+        if id(one) not in self._of_each:
+            self._of_each[id(one)] = check_matrix_dims(self.capture.optimizer, like.group, spec)
+        key = (id(one), lead, like.spec.part)
+        before, known = self._kinds.get(key, (None, None))
+        if before is not one or known is None or len(known.templates) != len(one.templates):
+            known = self._lifted(one, lead, machine, "_part" * like.spec.part)
+            self._kinds[key] = one, known
+        return known
+
+    def ranges(
+        self, like: ParamExample, layout: Layout, num_stacks: int, capacity: int | None
+    ) -> list[tuple[int, int]]:
+        """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
+
+        A range has at most `capacity` bytes, if it is given, or `MOST_BYTES`, but at least one matrix: a micro-group
+        cannot be smaller than its largest task.
+
+        Args:
+            like: a stack of this kind, without state; its size does not matter.
+            num_stacks: about how many such stacks share these owners.
+
+        Returns:
+            The first matrix of each range, and how many there are; none if the stack stays whole. One with state that
+            is not of its shape does, because that state could not be put together again.
+        """
+        owners, entries = layout.grid.size, layout.shape[0]
+        if owners == 1 or not (dims := self.dims(like.group, layout.shape)):
+            return []
+        size = math.prod(layout.shape) * like.spec.dtype.itemsize
+        count = max(-(-RANGES_PER_OWNER * owners // num_stacks), -(-size // (capacity or MOST_BYTES)))
+        if (count := min(count, entries)) < 2:
+            return []
+        shape = like.spec.shape[dims:]
+        one = self.capture.kind_of(replace(like, spec=replace(like.spec, shape=shape, part=False)))
+        if one.recorder is None or one.python_state or any(leaf.shape != shape for leaf in one.state):
+            return []
+        cuts = [entries * i // count for i in range(count + 1)]
+        return [(a, b - a) for a, b in itertools.pairwise(cuts)]
+
+    def _lifted(self, one: ParamKind, lead: Shape, machine: Machine, suffix: str) -> ParamKind:
+        of_each = self._of_each[id(one)]
+        templates = {
+            v: stacked_template(t, lead, of_each, machine, self.exact, suffix) for v, t in one.templates.items()
+        }
+        names = {own.name: templates[v].name for v, own in one.templates.items()}
+        period = one.variant_period
+        if period is not None:
+            period = replace(period, period=tuple(names[name] for name in period.period))
+        state = tuple(stacked_leaf(leaf, lead) if leaf.name in of_each else leaf for leaf in one.state)
+        return replace(one, templates=templates, state=state, variant_period=period)
+
+
+def state_of_one(state: Mapping[str, Any] | None, lead: Shape) -> dict[str, Any] | None:
+    """Make an example of the state of one matrix of a stack, with tensors of unknown values."""
+
+    def narrowed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.shape[: len(lead)] == lead:
+            return torch.empty(leaf.shape[len(lead) :], dtype=leaf.dtype, device=leaf.device)
+        return leaf
+
+    return pytree.tree_map(narrowed, dict(state)) if state else None
