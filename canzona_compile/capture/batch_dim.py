@@ -41,9 +41,17 @@ TRIED = 24  # rows and columns, at most, of the matrices on which `matrix_dims` 
 
 
 def num_batch_dims(optimizer: Optimizer, group: Mapping[str, Any], ndim: int) -> int:
-    """How many dims of a parameter count matrices that the optimizer steps one by one, as its class or group says."""
-    dims = group.get("matrix_dims", getattr(plain_class(optimizer), "matrix_dims", None))
-    return max(0, ndim - dims) if isinstance(dims, int) and dims > 0 else 0
+    """How many dims of a parameter count matrices that the optimizer steps one by one, as its class or group says.
+
+    Nothing is said for a subclass that adds code to the class that says it.
+    """
+    kinds = plain_class(optimizer).__mro__
+    says = next((i for i, kind in enumerate(kinds) if "matrix_dims" in vars(kind)), 0)
+    if any(callable(own) for kind in kinds[:says] for name, own in vars(kind).items() if name != "__init__"):
+        return 0
+    own = vars(optimizer).get("matrix_dims", vars(kinds[says]).get("matrix_dims"))
+    dims = group.get("matrix_dims", own)
+    return max(0, ndim - dims) if own is not None and isinstance(dims, int) and dims > 0 else 0
 
 
 @uninterrupted

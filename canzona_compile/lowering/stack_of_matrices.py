@@ -16,13 +16,14 @@ from torch import fx
 
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.bit_exactness import ALIGNMENT, placed_equally
-from canzona_compile.ir.fx_utils import insert_call, outputs, pointwise, tensor_value
+from canzona_compile.ir.fx_utils import insert_call, is_operator, outputs, pointwise, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.program_ops import EachMatrix
 from canzona_compile.ir.step import Leaf, Role, Template
 from canzona_compile.lowering.batch_graph import REDUCTIONS, STACKED_PRODUCTS, product, reduced
 from canzona_compile.lowering.stacking import stackable
 from canzona_compile.machine.hardware import Machine
+from canzona_compile.replica.raised import Untraceable
 
 aten = torch.ops.aten
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
@@ -113,6 +114,8 @@ class StackLift:
             if target in REDUCTIONS:
                 args, kwargs = args[:1], reduced(node)
             return insert_call(self.graph, STACKED_PRODUCTS.get(target, target), args, kwargs)
+        if is_operator(target) and target.is_view and not pointwise(node):  # a stack of its results would lie otherwise
+            raise Untraceable(f"{target} makes views of matrices that no view of a stack is known for")
         own = {self._env[n] for n in self._many}
         leaves = pytree.tree_leaves((args, kwargs))
         stacked = frozenset(i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and leaf in own)

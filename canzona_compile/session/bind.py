@@ -63,7 +63,7 @@ class Binder:
         self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
         self._stacks = Stacks(capture, options.numerics == "exact")
         self._named = named_params(optimizer, options.names, options.prefix)
-        self._num_stacks = sum(self._dims(group, tuple(param.shape)) > 0 for _, group, param in self._named)
+        self._num_stacks: dict[tuple[int, ...], int] = {}  # by the ranks that share them
         self._known = KnownFragments({}, {}, {})
 
     def exchanged(self) -> Binder:
@@ -150,7 +150,17 @@ class Binder:
         if own.layout_of_entries is not None:
             return own, []
         like = ParamExample(self.optimizer.param_groups[own.group], own.spec, own.name)
-        return own, self._stacks.ranges(like, own.layout, self._num_stacks, self.options.capacity)
+        return own, self._stacks.ranges(like, own.layout, self._sharing(own.layout), self.options.capacity)
+
+    def _sharing(self, layout: Layout) -> int:
+        """How many stacks the ranks of a layout share, and no others: all of these ranks count the same."""
+        for name, group, param in self._named if not self._num_stacks else ():
+            view = self._known.views.get(name)
+            shown = param if view is None else view.param
+            if self._dims(group, tuple(shown.shape)) and name not in self._known.refused:
+                ranks = self._layout(shown, view, int(cut_along_experts(shown))).grid.members()
+                self._num_stacks[ranks] = self._num_stacks.get(ranks, 0) + 1
+        return self._num_stacks.get(layout.grid.members(), 1)
 
     def _dims(self, group: int, shape: Shape) -> int:
         return self._stacks.dims(self.optimizer.param_groups[group], shape)

@@ -19,6 +19,7 @@ from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.lowering.stack_of_matrices import stacked_leaf, stacked_template
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.parameter_spec import ParamExample
+from canzona_compile.replica.raised import Untraceable
 
 RANGES_PER_OWNER = 4  # of all stacks together, so that owners have about equal loads
 MOST_BYTES = 1 << 28  # of a range, in the dtype of the parameter: 64 M elements of float32, as in a large matrix
@@ -54,7 +55,10 @@ class Stacks:
         key = (id(one), lead, like.spec.part)
         before, known = self._kinds.get(key, (None, None))
         if before is not one or known is None or len(known.templates) != len(one.templates):
-            known = self._lifted(one, lead, machine, "_part" * like.spec.part)
+            try:
+                known = self._lifted(one, lead, machine, "_part" * like.spec.part)
+            except Untraceable as reason:
+                return self.capture.interpreted(like.spec, str(reason))
             self._kinds[key] = one, known
         return known
 
@@ -74,9 +78,10 @@ class Stacks:
             The first matrix of each range, and how many there are; none if the stack stays whole. One with state that
             is not of its shape does, because that state could not be put together again.
         """
-        owners, entries = layout.grid.size, layout.shape[0]
+        owners = layout.grid.size
         if owners == 1 or not (dims := self.dims(like.group, layout.shape)):
             return []
+        entries = layout.shape[0]
         size = math.prod(layout.shape) * like.spec.dtype.itemsize
         count = max(-(-RANGES_PER_OWNER * owners // num_stacks), -(-size // (capacity or MOST_BYTES)))
         if (count := min(count, entries)) < 2:

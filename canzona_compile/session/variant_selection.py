@@ -83,6 +83,7 @@ class VariantSelection:
     def __init__(self, capture: Capture, plan: Plan, ahead: Mapping[str, int]) -> None:
         self.capture, self.optimizer, self.plan, self.ahead = capture, capture.optimizer, plan, ahead
         self.current: list[SameCounters] = []
+        self._matrix_dims = [group.get("matrix_dims") for group in self.optimizer.param_groups]  # of the plan
         self._scalars: dict[tuple[str, int], Scalars] = {}
         self._tasks: Sequence[str] = ()  # of the last call of `consult`
         self._of_one_kind: list[AlikeTasks] = []  # the same tasks, by kind and parameter group
@@ -175,6 +176,8 @@ class VariantSelection:
     def _ask(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> VariantPath:
         """Ask what the code does with these counters, or with counters that are `ahead` by some steps."""
         assert kind.recorder is not None
+        if self.optimizer.param_groups[group].get("matrix_dims") != self._matrix_dims[group]:
+            raise Untraceable("other dims count matrices")
         leaves, elsewhere = dict(zip(kind.python_state, counters, strict=False)), self.capture.elsewhere()
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, elsewhere)
         if ahead and kind.variant_period is not None:

@@ -38,10 +38,17 @@ class Muon(torch.optim.Muon):
             [torch.empty(1, 1, device="cpu")], lr, **options
         )  # torch's refuses stacks, not the arguments
         Optimizer.__init__(self, params, checked.defaults)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.ndim < 2:
-                    raise ValueError(f"Muon takes matrices and stacks of matrices, not shape {list(param.shape)}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, if Muon takes all of its parameters."""
+        dims = param_group.get("matrix_dims", self.matrix_dims)
+        if type(dims) is not int or dims < 2:
+            raise ValueError(f"matrix_dims={dims!r} is not an integer of at least 2")
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.ndim < 2:
+                self.param_groups.pop()
+                raise ValueError(f"Muon takes matrices and stacks of matrices, not shape {list(param.shape)}")
 
     def _init_group(
         self, group: Any, params_with_grad: list[Tensor], grads: list[Tensor], muon_momentum_bufs: list[Tensor]

@@ -63,6 +63,15 @@ def test_each_matrix_gets_the_bits_of_torch(shape: tuple[int, ...], options: dic
     assert all(torch.equal(*pair) for pair in zip(found, alone, strict=True))
 
 
+def test_a_vector_in_a_later_group_is_refused() -> None:
+    optimizer = Muon([torch.nn.Parameter(torch.ones(2, 3, 3))])
+    with pytest.raises(ValueError, match=r"not shape \[5\]"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))]})
+    with pytest.raises(ValueError, match="matrix_dims='x' is not an integer"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5, 5))], "matrix_dims": "x"})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_vectors_and_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"not shape \[3\]"):
         Muon([torch.nn.Parameter(torch.ones(3))])
@@ -160,6 +169,67 @@ def test_state_of_each_matrix_and_of_all() -> None:
         pair.step()
 
 
+class ClipAt(Muon):
+    """Muon that clips each parameter, a stack by the norm of all of it: it does not inherit the word on stacks."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad * (100 / (param.grad.norm() + 1e-6)).clamp(max=1.0)
+        return super().step(closure)
+
+
+def test_a_subclass_does_not_inherit_the_word_on_stacks() -> None:
+    pair = Pair(lambda params: ClipAt(params, lr=0.02), ((3, 8, 16),), sizes=(1.0, 100.0))
+    for _ in range(4):
+        pair.step()
+
+
+class FirstColumn(torch.optim.Optimizer):
+    """Sums a view of each matrix, which rounds as the view lies in memory."""
+
+    matrix_dims = 2
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def one(self, param: Any, grad: Any) -> None:
+        if param.ndim > 2:
+            for own, of_own in zip(param, grad, strict=True):
+                self.one(own, of_own)
+        else:
+            param.add_(grad[:, :1].sum(0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.one(param, param.grad)
+
+
+def test_views_that_no_rule_knows_run_eagerly() -> None:
+    pair = Pair(FirstColumn, ((3, 8, 16), (2, 2, 9, 5), (6, 4)))
+    for _ in range(4):
+        pair.step()
+
+
+def test_other_matrix_dims_between_steps_make_another_plan() -> None:
+    pair = Pair(lambda params: Muon(params, lr=0.1), ((2, 24, 16),))
+    for step in range(4):
+        if step == 2:
+            for optimizer in pair.both:
+                optimizer.param_groups[0]["matrix_dims"] = 3
+        pair.step()
+
+
+@pytest.mark.ranks
+def test_audits_of_entries() -> None:
+    check(on_ranks(__name__, "one", [Case("stack_dim0", (2,))], strategy="owner", audit=3))
+    check(on_ranks(__name__, "one", [Case("stack_dims", (2, 2))], strategy="owner", audit=3))
+
+
 @pytest.mark.ranks
 def test_a_stack_that_split_cuts_between_its_matrices_is_not_divided_further() -> None:
     run(2, cut_between_matrices)
@@ -212,7 +282,6 @@ LAYOUTS = [
     *(Case(f"stack_dim{dim}", (ranks,)) for ranks in (2, 4) for dim in range(3)),
     Case("ddp", (2,)),
     Case("stack_dims", (2, 2)),
-    Case("stack_hsdp", (2, 2)),
 ]
 
 

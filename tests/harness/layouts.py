@@ -206,7 +206,6 @@ BUILDERS: dict[str, Callable[[Values, Case], list[nn.Parameter]]] = {
     "stack_dim1": placed(Shard(1)),
     "stack_dim2": placed(Shard(2)),
     "stack_dims": placed(Shard(0), Shard(1)),
-    "stack_hsdp": placed(Replicate(), Shard(1)),
 }
 
 
