@@ -378,7 +378,7 @@ def whole_leaf(
             raise CanzonaError(f"state {leaf!r} is {list(value.shape)}, expected {list(shape)}", at=task.name)
         return value
     grid, layout = task.layout.grid, task.layout
-    if shape == tuple(value.shape) and shape[1:] == layout.shape[1:]:  # of a stack this rank may have some entries
+    if len(shape) > 2 and shape == tuple(value.shape) and shape[1:] == layout.shape[1:]:  # some entries of a stack
         shape = layout.shape
     r, _ = grid.find(rank)
     peers = grid.shard_peers(r)
