@@ -36,6 +36,8 @@ class Lifter:
 
     Args:
         stacked: names of placeholders that arrive as one tensor [n, ...]. Other tensors arrive as lists of n.
+        matrices: e, if tasks are stacks [e, ...] themselves. Stacks of these are joined to one [n * e, ...], on which
+            the operators of one stack run as they are.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Lifter:
         stackable: Callable[[fx.Node], bool],
         foreach: bool,
         in_place: frozenset[fx.Node] = frozenset(),
+        matrices: int = 0,
     ) -> None:
-        self.graph = fx.Graph()
+        self.graph, self.matrices = fx.Graph(), matrices
         self.stackable, self.foreach, self.in_place = stackable, foreach, in_place
         self._stacked_names, self._single_names = set(stacked), set(single)
         self.lists: dict[fx.Node, fx.Node] = {}
@@ -62,17 +65,19 @@ class Lifter:
                     home = self.stacks
                 elif node.target in self._single_names:
                     home = self.singles
-                home[node] = self.placeholder(node, home is self.stacks)
+                home[node] = self.graph.placeholder(str(node.target))
+                if self.matrices and home is self.stacks:
+                    home[node] = self.graph.call_function(aten.flatten.using_ints, (home[node], 0, 1))
             elif node.op == "call_function":
                 self._call(node)
 
-    def placeholder(self, node: fx.Node, stacked: bool) -> fx.Node:
-        """Add an input."""
-        return self.graph.placeholder(str(node.target))
-
     def result(self, node: fx.Node) -> fx.Node:
-        """The value of a node as a result: a stack if it is one."""
-        return self.stacks[node] if node in self.stacks else self.listed(node)
+        """The value of a node as a result: a stack [n, ...] if it is one."""
+        if node not in self.stacks:
+            return self.listed(node)
+        if not self.matrices:
+            return self.stacks[node]
+        return self.graph.call_function(aten.unflatten.int, (self.stacks[node], 0, [-1, self.matrices]))
 
     def _call(self, node: fx.Node) -> None:
         operands = node.all_input_nodes
@@ -90,13 +95,16 @@ class Lifter:
         if node in self.singles:
             return self.singles[node]
         if node not in self.lists:
-            self.lists[node] = self.graph.call_function(program_ops.unstack, (self.stacks[node],))
+            of_joined = (program_ops.divide, (self.stacks[node], self.matrices))
+            of_stack = (program_ops.unstack, (self.stacks[node],))
+            self.lists[node] = self.graph.call_function(*(of_joined if self.matrices else of_stack))
         return self.lists[node]
 
     def stack(self, node: fx.Node) -> fx.Node:
-        """The value of a node as one tensor [n, ...]."""
+        """The value of a node as one tensor [n, ...], or [n * e, ...]."""
         if node not in self.stacks:
-            self.stacks[node] = self.graph.call_function(program_ops.stack, (self.lists[node],))
+            target = program_ops.join if self.matrices else program_ops.stack
+            self.stacks[node] = self.graph.call_function(target, (self.lists[node],))
         return self.stacks[node]
 
     def _listed_call(self, node: fx.Node) -> fx.Node:
@@ -135,69 +143,20 @@ class Lifter:
             value = tensor_value(n)
             assert value is not None
             whole = self.stack(n)
-            if pointwise(node) and value.ndim < ndim:
+            if pointwise(node) and value.ndim < ndim and not self.matrices:
                 return self.graph.call_function(program_ops.spread, (whole, ndim))
             return whole
 
         args: Any = fx.map_arg(node.args, operand)
         kwargs: Any = fx.map_arg(node.kwargs, operand)
         source: Any = node.target
+        if self.matrices:
+            return self.graph.call_function(source, args, kwargs)
         if source is aten.permute.default:
             args = (args[0], [0, *(d % ndim + 1 for d in args[1])])
         if source in REDUCTIONS:
             args, kwargs = args[:1], reduced(node)
         return self.graph.call_function(STACKED_PRODUCTS.get(source, source), args, kwargs)
-
-
-class JoinedLifter(Lifter):
-    """Lifts a graph of stacks: n stacks `[e, ...]` are joined to one `[n * e, ...]`, on which the same operators run.
-
-    Args:
-        matrices: e, how many matrices the stack of each task has.
-    """
-
-    def __init__(
-        self,
-        stacked: Iterable[str],
-        single: Iterable[str],
-        stackable: Callable[[fx.Node], bool],
-        foreach: bool,
-        matrices: int,
-    ) -> None:
-        super().__init__(stacked, single, stackable, foreach)
-        self.matrices = matrices
-
-    def placeholder(self, node: fx.Node, stacked: bool) -> fx.Node:
-        """Add an input; one that arrives as a tensor `[n, e, ...]` is joined."""
-        own = super().placeholder(node, stacked)
-        return self.graph.call_function(aten.flatten.using_ints, (own, 0, 1)) if stacked else own
-
-    def listed(self, node: fx.Node) -> fx.Node:
-        """The value of a node as a list, or as it is if all tasks share it."""
-        if node not in self.singles and node not in self.lists:
-            self.lists[node] = self.graph.call_function(program_ops.divide, (self.stacks[node], self.matrices))
-        return super().listed(node)
-
-    def stack(self, node: fx.Node) -> fx.Node:
-        """The value of a node as one tensor `[n * e, ...]`."""
-        if node not in self.stacks:
-            self.stacks[node] = self.graph.call_function(program_ops.join, (self.lists[node],))
-        return self.stacks[node]
-
-    def result(self, node: fx.Node) -> fx.Node:
-        """The value of a node as a result: `[n, e, ...]` if it is stacked."""
-        if node not in self.stacks:
-            return super().result(node)
-        return self.graph.call_function(aten.unflatten.int, (self.stacks[node], 0, [-1, self.matrices]))
-
-    def _stacked_call(self, node: fx.Node) -> fx.Node:
-        def operand(n: fx.Node) -> fx.Node:
-            return self.singles[n] if n in self.singles else self.stack(n)
-
-        target: Any = node.target
-        args: Any = fx.map_arg(node.args, operand)
-        kwargs: Any = fx.map_arg(node.kwargs, operand)
-        return self.graph.call_function(target, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -306,9 +265,7 @@ def lift_stacked(
         matrices: how many matrices a task has if it is a stack itself.
     """
     names = tuple(stacked)
-    lifter = Lifter(names, single, stackable, foreach)
-    if matrices:
-        lifter = JoinedLifter(names, single, stackable, foreach, matrices)
+    lifter = Lifter(names, single, stackable, foreach, matrices=matrices)
     lifter.lift(graph)
     results = outputs(graph)
     whole = tuple(n in lifter.stacks for n in results)

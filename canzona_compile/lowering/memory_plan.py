@@ -21,16 +21,16 @@ import torch
 
 from canzona_compile.ir.layout import Box, Shape
 from canzona_compile.ir.program import View
+from canzona_compile.ir.program_ops import ALIGNMENT
 from canzona_compile.ir.step import Act, BlockSlice, Buffer, BufferUse, Event, Exchange, MicroGroup, Phase, Step
 
-# In bytes. It suits vector loads of any width. Whole matrices and prepared values begin at multiples of it, because
+# `ALIGNMENT` suits vector loads of any width. Whole matrices and prepared values begin at multiples of it, because
 # libraries choose their kernels by the alignment of operands: on some processors MKL rounds the product of a matrix
 # that begins elsewhere otherwise. The allocators of torch align slots at least as much. `Exchange` aligns the pieces of
 # send and receive buffers to their element size only: gaps would be sent, and there is nothing to gain. Pieces are
 # rows, whole or in part. So where dims are multiples of 8 they begin at multiples of the 16 bytes that vector loads and
 # NCCL need; where columns are multiples of 64, as in every matrix of Qwen3, at multiples of 128 bytes, however many
 # rows a rank has. Where dims are odd, the rows inside of a piece begin anywhere.
-ALIGNMENT = 64
 
 
 def aligned(offset: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.capture.batch_dim import VIEWS
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.bit_exactness import ALIGNMENT, placed_equally
 from canzona_compile.ir.fx_utils import insert_call, is_operator, outputs, pointwise, tensor_value
@@ -26,7 +27,6 @@ from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.raised import Untraceable
 
 aten = torch.ops.aten
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
 def stacked_template(

@@ -34,8 +34,8 @@ class Stacks:
 
     def __init__(self, capture: Capture, exact: bool) -> None:
         self.capture, self.exact = capture, exact
-        self._of_each: dict[int, frozenset[str]] = {}  # by kind of one matrix, the leaves that have a value per matrix
-        self._kinds: dict[Any, tuple[ParamKind, ParamKind]] = {}  # of one matrix and of the stack
+        self._of_each: dict[ParamKind, frozenset[str]] = {}  # by kind of one matrix, the leaves with a value per matrix
+        self._kinds: dict[tuple[ParamKind, Shape, bool], ParamKind] = {}  # by kind of one matrix, of stacks
 
     def dims(self, group: Mapping[str, Any], shape: Shape) -> int:
         """How many dims of a parameter of this shape count matrices that the optimizer steps one by one."""
@@ -50,16 +50,16 @@ class Stacks:
         one = self.capture.kind_of(replace(like, spec=spec, state=state))
         if one.recorder is None:
             return self.capture.interpreted(like.spec, one.template.interpreted)
-        if id(one) not in self._of_each:
-            self._of_each[id(one)] = check_matrix_dims(self.capture.optimizer, like.group, spec)
-        key = (id(one), lead, like.spec.part)
-        before, known = self._kinds.get(key, (None, None))
-        if before is not one or known is None or len(known.templates) != len(one.templates):
+        if one not in self._of_each:
+            self._of_each[one] = check_matrix_dims(self.capture.optimizer, like.group, spec)
+        key = one, lead, like.spec.part
+        known = self._kinds.get(key)
+        if known is None or len(known.templates) != len(one.templates):
             try:
                 known = self._lifted(one, lead, machine, "_part" * like.spec.part)
             except Untraceable as reason:
                 return self.capture.interpreted(like.spec, str(reason))
-            self._kinds[key] = one, known
+            self._kinds[key] = known
         return known
 
     def ranges(
@@ -94,7 +94,7 @@ class Stacks:
         return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 
     def _lifted(self, one: ParamKind, lead: Shape, machine: Machine, suffix: str) -> ParamKind:
-        of_each = self._of_each[id(one)]
+        of_each = self._of_each[one]
         templates = {
             v: stacked_template(t, lead, of_each, machine, self.exact, suffix) for v, t in one.templates.items()
         }

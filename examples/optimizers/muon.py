@@ -34,9 +34,8 @@ class Muon(torch.optim.Muon):
     matrix_dims: ClassVar[int] = 2  # what a parameter has in addition counts matrices that are stepped one by one
 
     def __init__(self, params: Any, lr: Any = 1e-3, **options: Any) -> None:
-        checked = torch.optim.Muon(
-            [torch.empty(1, 1, device="cpu")], lr, **options
-        )  # torch's refuses stacks, not the arguments
+        # torch's refuses stacks, so one matrix has the arguments checked.
+        checked = torch.optim.Muon([torch.empty(1, 1, device="cpu")], lr, **options)
         Optimizer.__init__(self, params, checked.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

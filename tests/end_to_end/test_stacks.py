@@ -112,13 +112,17 @@ def convolutions() -> None:
     assert torch.equal(gathered(own[0].weight).flatten(1), flat.detach())
 
 
-class Mixing(torch.optim.Optimizer):
-    """Says that it steps matrices one by one, and divides the gradient of a stack by the norm of all of it."""
-
-    matrix_dims = 2
+class WithRate(torch.optim.Optimizer):
+    """What these optimizers have in common; each says by itself that it steps the matrices of a stack one by one."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
+
+
+class Mixing(WithRate):
+    """Says that it steps matrices one by one, and divides the gradient of a stack by the norm of all of it."""
+
+    matrix_dims = 2
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -136,13 +140,10 @@ def test_a_class_that_does_not_keep_its_word_is_refused() -> None:
         optimizer.step()
 
 
-class Scaled(torch.optim.Optimizer):
+class Scaled(WithRate):
     """Orthogonal-like steps whose size each matrix has for itself: a scalar per matrix, and numbers that all share."""
 
     matrix_dims = 2
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -186,13 +187,10 @@ def test_a_subclass_does_not_inherit_the_word_on_stacks() -> None:
         pair.step()
 
 
-class FirstColumn(torch.optim.Optimizer):
+class FirstColumn(WithRate):
     """Sums a view of each matrix, which rounds as the view lies in memory."""
 
     matrix_dims = 2
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     def one(self, param: Any, grad: Any) -> None:
         if param.ndim > 2:

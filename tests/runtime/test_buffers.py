@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
 from canzona_compile.ir.program import View, Views
-from canzona_compile.lowering.memory_plan import ALIGNMENT
+from canzona_compile.ir.program_ops import ALIGNMENT
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.runtime.buffers import SharedSlots
 from tests.harness.ranks import run

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.chain import Chain
 from canzona_compile.api.whole_model import plain_muon_adamw
+from canzona_compile.capture.batch_dim import num_batch_dims
 from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.separability import check_separable
@@ -143,7 +144,7 @@ def captured_step(
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
     stacks = [Stacks(Capture(own), exact) for own in members]
-    matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not takes_stacks(own)}
+    matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not steps_stacks(own)}
     divided = {
         w.name: stacks[w.member if chained else 0]
         for w in weights
@@ -294,8 +295,10 @@ def weight_name(task: str) -> str:
     return ENTRY.sub("", RANGE.sub("[", task))
 
 
-def takes_stacks(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer steps a stack of matrices, and may be made of one."""
+def steps_stacks(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer steps a stack of matrices, and may be made of one: its class says so, or by trying."""
+    if num_batch_dims(optimizer, optimizer.param_groups[0], 3):
+        return True
     spec = ParameterSpec((2, SMALL, 2 * SMALL), DTYPE, DTYPE, torch.device("cpu"))
     try:
         FakeTwin(optimizer, ParamExample(optimizer.param_groups[0], spec, "a stack"), with_numbers=False)
