@@ -79,6 +79,7 @@ core: $(INSTALLED)
 test-clients: $(VENV)/.clients
 	$(BIN)/python -c 'import lightning.pytorch, peft, torchtitan.components.optimizer, torchtitan.models.llama3, trl'
 	$(BIN)/python -m pytest -rs tests/clients/test_lightning.py tests/clients/test_peft.py tests/clients/test_torchtitan_package.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs tests/end_to_end/test_moe_models.py -m "not full" -k torchtitan $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs tests/docs/test_scripts.py -k test_a_framework $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such

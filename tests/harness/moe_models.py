@@ -49,7 +49,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama4_text": {**SMALL, **HALF, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4},
     "glm4_moe": {**SMALL, **HALF, **ROUTED, "n_routed_experts": 4, "n_shared_experts": 1},
 }
-MODELS = (*CONFIGS, "torchtitan")
+TITAN = "torchtitan"  # `make test-clients` installs it
+MODELS = (*CONFIGS, TITAN)
 
 
 class Titan(nn.Module):
@@ -71,7 +72,7 @@ def moe_model(name: str, seed: int = 0) -> nn.Module:
     """The model of this name, with random weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if name == "torchtitan":
+        if name == TITAN:
             model: nn.Module = Titan()
         else:
             from transformers import AutoConfig, AutoModelForCausalLM
