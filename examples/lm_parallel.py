@@ -1,4 +1,4 @@
-"""Six ways to spread one model over ranks: four as torch itself offers them, and ZeRO-1 with and without torch's TP.
+"""Ways to spread one model over ranks: those that torch itself offers, and ZeRO-1 with and without torch's TP.
 
 Nothing here knows of `canzona_compile`: it reads the layout off the parameters. Only where torch
 leaves no trace of it, because the parameters are replicated plain tensors (DDP) or DTensors of the
@@ -8,7 +8,7 @@ tensor-parallel mesh alone, does the caller have to say so: `Parallel.replicate`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Parallel:
         replicate: what `canzona_compile.wrap` has to be told, if anything.
         average: ranks over which the backward pass leaves the gradients to be averaged, if any.
         zero1: the data-parallel ranks of `canzona_compile.zero1`, which takes the place of `wrap`; None for `wrap`.
+        gather: when ZeRO-1 gathers parameters.
     """
 
     forward: nn.Module
@@ -47,11 +48,12 @@ class Parallel:
     replicate: DeviceMesh | None = None
     average: DeviceMesh | None = None
     zero1: DeviceMesh | None = None
+    gather: str = "step"
 
     @property
-    def options_of_wrap(self) -> dict[str, Any]:
-        """What `canzona_compile.wrap` is told; under ZeRO-1 nothing."""
-        return {} if self.zero1 is not None else {"replicate": self.replicate}
+    def options(self) -> dict[str, Any]:
+        """What `canzona_compile.wrap` is told, or under ZeRO-1 `canzona_compile.zero1`."""
+        return {"replicate": self.replicate} if self.zero1 is None else {"gather": self.gather}
 
     def finish_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave each gradient laid out like its parameter and averaged over all data."""
@@ -95,6 +97,19 @@ def sharded(model: Decoder, mesh: DeviceMesh) -> Parallel:
 
 def tp(model: Decoder) -> Parallel:
     """Heads and hidden units split in two; the other ranks see other data."""
+    data = tensor_parallel(model)["data"]
+    return Parallel(model, data.get_local_rank(), data.size(), replicate=data, average=data)
+
+
+def fsdp_tp(model: Decoder) -> Parallel:
+    """Heads and hidden units split in two, and rows of what is left on one of the other ranks each."""
+    data = tensor_parallel(model)["data"]
+    sharded(model, data)
+    return Parallel(model, data.get_local_rank(), data.size())
+
+
+def tensor_parallel(model: Decoder) -> DeviceMesh:
+    """Split heads and hidden units in two; returns the mesh of "data" and "tensor"."""
     ways, replicas = two_by_half()
     mesh = init_device_mesh("cpu", (replicas, ways), mesh_dim_names=("data", "tensor"))
     plan = {
@@ -111,14 +126,18 @@ def tp(model: Decoder) -> Parallel:
     }
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], plan)
-    data = mesh["data"]
-    return Parallel(model, data.get_local_rank(), data.size(), replicate=data, average=data)
+    return mesh
 
 
 def zero1(model: Decoder) -> Parallel:
     """Whole parameters on every rank; each matrix's gradient, state and update on one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     return Parallel(model, dist.get_rank(), dist.get_world_size(), zero1=mesh)
+
+
+def zero1_forward(model: Decoder) -> Parallel:
+    """The same, and parameters are gathered by the forward pass that needs them."""
+    return replace(zero1(model), gather="forward")
 
 
 def zero1_tp(model: Decoder) -> Parallel:
@@ -131,8 +150,10 @@ PARALLEL: dict[str, Callable[[Decoder], Parallel]] = {
     "fsdp": fsdp,
     "ddp": ddp,
     "tp": tp,
+    "fsdp-tp": fsdp_tp,
     "hsdp": hsdp,
     "zero1": zero1,
+    "zero1-forward": zero1_forward,
     "zero1-tp": zero1_tp,
 }
 
@@ -141,7 +162,7 @@ def two_by_half() -> tuple[int, int]:
     """Shape a mesh of two rows."""
     ranks = dist.get_world_size()
     if ranks % 2:
-        raise ValueError(f"tp, hsdp and zero1-tp split the ranks in two: {ranks} is odd")
+        raise ValueError(f"tp, fsdp-tp, hsdp and zero1-tp split the ranks in two: {ranks} is odd")
     return 2, ranks // 2
 
 

@@ -3,6 +3,7 @@
     python examples/train_lm.py
     python examples/train_lm.py --parallel tp --steps 100
     python examples/train_lm.py --experts 8
+    python examples/train_lm.py --optimizer soap
 
 The line is `optimizer = canzona_compile.muon_adamw(model, ...)` in `make_optimizer`. Everything
 around it is plain PyTorch: gloo ranks that this script starts itself, a decoder spread over them,
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,12 +31,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
 from canzona_compile import Chain
-from canzona_compile.optimizers import Muon
+from canzona_compile.optimizers import KLSOAP, SOAP, Muon, NorMuon
 from lm_data import Batches, standard_library
+from lm_log import LossLog
 from lm_model import Decoder, ModelConfig
 from lm_parallel import PARALLEL, Parallel, clip_gradients
 from lm_show import Display, History
@@ -41,7 +46,22 @@ from lm_verify import NamedParameters, PlainOptimizer
 
 # Embeddings and norms do not decay; matrices do, by the default of muon_adamw.
 OTHERS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-OPTIMIZERS = ("muon", "adamw")
+DECAY = 0.1
+# What trains hidden matrices. Updates of all have the size of AdamW's, so one learning rate does for a whole model.
+HIDDEN: dict[str, Callable[..., Any]] = {
+    "muon": partial(Muon, adjust_lr_fn="match_rms_adamw"),
+    "normuon": NorMuon,
+    "soap": SOAP,
+    "kl-soap": KLSOAP,
+    "adamw": partial(AdamW, betas=(0.9, 0.95)),
+}
+TAKE_STACKS = ("muon", "adamw")  # of experts; with the others AdamW trains these
+BUILDERS: dict[str, Callable[..., Chain]] = {
+    "muon": canzona_compile.muon_adamw,
+    "soap": canzona_compile.soap_adamw,
+    "kl-soap": canzona_compile.kl_soap_adamw,
+}
+PORTABLE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"}  # instructions that torch and MKL may use
 WARM_UP, MEASURED = 5, 5  # steps before those that are timed, and how many are: then the report shows their phases
 
 
@@ -60,11 +80,16 @@ class Options:
     seed: int
     tied: bool
     experts: int
+    until: int | None
+    log: str | None
+    portable: bool
 
 
 def main() -> int:
     """Start the ranks, wait for them, and say with the exit code whether all went well."""
     options = parse()
+    if options.portable:
+        os.environ.update(PORTABLE)  # which libraries read when they first compute
     Console().print(
         f"[bold]{options.optimizer}[/] on [bold]{options.parallel}[/] over {options.ranks} ranks: "
         "a byte-level decoder learns Python from the standard library",
@@ -97,15 +122,18 @@ def parse() -> Options:
     add("--experts", type=int, default=0, help="of each feed-forward, two per token (0: no experts)")
     choose = parser.add_argument
     choose("--parallel", choices=PARALLEL, default="fsdp", help="how the model is spread (fsdp)")
-    choose("--optimizer", choices=OPTIMIZERS, default="muon", help="of hidden matrices (muon)")
+    choose("--optimizer", choices=HIDDEN, default="muon", help="of hidden matrices (muon)")
+    choose("--portable", action="store_true", help="the same bits on any x86-64 processor with AVX2, slower")
     choose("--untied", dest="tied", action="store_false", help="give the head its own weight")
+    add("--until", type=int, help="stop after this step, on the way to the last one")
+    choose("--log", metavar="FILE", help="write the loss of each step, and a digest of the parameters that it is of")
     options = Options(**vars(parser.parse_args()))
     if options.steps < 2 or options.ranks < 1:
         parser.error("a falling loss takes at least 2 steps and 1 rank")
-    if options.ranks % 2 and options.parallel in ("tp", "hsdp", "zero1-tp"):
+    if options.ranks % 2 and options.parallel in ("tp", "fsdp-tp", "hsdp", "zero1-tp"):
         parser.error(f"--parallel {options.parallel} splits the ranks in two: give an even number")
-    if options.experts and (options.experts < 2 or options.parallel in ("tp", "zero1-tp")):
-        parser.error("--experts takes at least 2, and none of --parallel tp and zero1-tp, which would have to cut them")
+    if options.experts and (options.experts < 2 or options.parallel in ("tp", "fsdp-tp", "zero1-tp")):
+        parser.error("--experts takes at least 2, and no --parallel with tp, which would have to cut them")
     if options.batch % options.ranks:
         parser.error("--batch has to be a multiple of --ranks")
     return options
@@ -114,6 +142,8 @@ def parse() -> Options:
 def worker(rank: int, options: Options, meeting_point: str) -> bool:
     """Train as one rank among others."""
     torch.set_num_threads(1)  # the ranks share the cores
+    if options.portable:
+        torch.backends.mkldnn.set_flags(_enabled=False)  # it chooses kernels by the processor, whatever it is told
     dist.init_process_group(
         "gloo",
         init_method=meeting_point,
@@ -135,7 +165,7 @@ def train(options: Options) -> bool:
     model = Decoder(config)
     parallel = PARALLEL[options.parallel](model)
     parameters = list(model.parameters())
-    choice = canzona_compile.hidden_matrices(model, batch_dims=True)
+    choice = canzona_compile.hidden_matrices(model, batch_dims=options.optimizer in TAKE_STACKS)
     optimizer: Any = make_optimizer(options, model, parallel)
     schedule = LambdaLR(optimizer, partial(warm_cosine, options.steps))
     plain = PlainOptimizer(optimizer, choice.matrices, choice.others, partial(plain_chain, options))
@@ -147,9 +177,9 @@ def train(options: Options) -> bool:
         seed=options.seed,
         part=parallel.data_rank,
     )
-    history = History()
+    history, log = History(), LossLog(options.log)
     with Display(options.steps, silent=dist.get_rank() != 0) as display:
-        for step in range(1, options.steps + 1):
+        for step in range(1, (options.until or options.steps) + 1):
             loss = parallel.forward(*batches.draw())
             loss.backward()
             if parallel.zero1 is None:
@@ -158,6 +188,7 @@ def train(options: Options) -> bool:
             else:
                 norm = float(optimizer.canzona.clip_grad_norm_(options.clip))
 
+            digest = log.digest(model)
             verify = step <= options.verify
             if verify:
                 plain.step()
@@ -169,8 +200,11 @@ def train(options: Options) -> bool:
             model.zero_grad()
 
             history.losses.append(average_over_ranks(loss.detach()))
+            log.add(step, history.losses[-1], digest, seconds)
             note = f"gradient {norm:.2f}  optimizer {1000 * seconds:.0f} ms"
             if verify:
+                if parallel.zero1 is not None:
+                    optimizer.canzona.synchronize()
                 note += f"  {verdict(plain, history)}"
             if step in (1, WARM_UP + MEASURED):
                 display.say(optimizer.canzona.report())
@@ -183,25 +217,24 @@ def train(options: Options) -> bool:
 
 def make_optimizer(options: Options, model: Decoder, parallel: Parallel) -> Chain:
     """Make one optimizer for the whole model, which computes each hidden matrix on one rank."""
-    if options.optimizer == "muon":
-        return canzona_compile.muon_adamw(
-            model, options.lr, adamw=OTHERS, zero1=parallel.zero1, **parallel.options_of_wrap
-        )
-    choice = canzona_compile.hidden_matrices(model, batch_dims=True)
-    made = plain_chain(options, choice.matrices, choice.others)
-    if parallel.zero1 is not None:
-        return canzona_compile.zero1(model, made, mesh=parallel.zero1)
-    return canzona_compile.wrap(made, **parallel.options_of_wrap)
+    if build := BUILDERS.get(options.optimizer):
+        return build(model, options.lr, adamw=OTHERS, zero1=parallel.zero1, **parallel.options)
+    stacks = options.optimizer in TAKE_STACKS
+    return canzona_compile.optimizer_for(
+        model, *both(options), batch_dims=stacks, zero1=parallel.zero1, **parallel.options
+    )
 
 
 def plain_chain(options: Options, matrices: NamedParameters, others: NamedParameters) -> Chain:
-    """Make the same optimizers as plain ones. Muon's updates have the size of AdamW's, so one learning rate does."""
-    hidden: dict[str, Any] = {"lr": options.lr, "weight_decay": 0.1}
-    if options.optimizer == "muon":
-        first: Any = Muon(matrices, **hidden, adjust_lr_fn="match_rms_adamw")
-    else:
-        first = torch.optim.AdamW(matrices, **hidden, betas=(0.9, 0.95))
-    return canzona_compile.chain(first, torch.optim.AdamW(others, lr=options.lr, **OTHERS))
+    """Make the same optimizers as plain ones."""
+    hidden, other = both(options)
+    return canzona_compile.chain(hidden(matrices), other(others))
+
+
+def both(options: Options) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Say what makes the optimizer of hidden matrices, and that of all else."""
+    hidden = partial(HIDDEN[options.optimizer], lr=options.lr, weight_decay=DECAY)
+    return hidden, partial(AdamW, lr=options.lr, **OTHERS)
 
 
 def verdict(plain: PlainOptimizer, history: History) -> str:

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.docs.scripts import ROOT
+from tests.harness.demo import EXAMPLES, train_here
 from tests.harness.marks import full
 from tests.harness.ranks import run
 
-EXAMPLES = ROOT / "examples"
 WAYS = [("fsdp", "muon", 2), ("zero1", "muon", 2), ("ddp", "muon", 2), ("hsdp", "muon", 2), ("tp", "muon", 4)]
-WAYS += [("zero1-tp", "muon", 4), ("fsdp", "adamw", 2), ("zero1", "adamw", 2)]
+WAYS += [("zero1-tp", "muon", 4), ("fsdp-tp", "muon", 4), ("zero1-forward", "muon", 2), ("fsdp", "adamw", 2)]
+WAYS += [("zero1", "adamw", 2), ("fsdp", "normuon", 2), ("fsdp", "soap", 2), ("fsdp", "kl-soap", 2)]
+NAMES = {"muon": "Muon", "normuon": "NorMuon", "soap": "SOAP", "kl-soap": "KLSOAP", "adamw": "AdamW"}
 OPTIONS = "--parallel {} --optimizer {} --ranks {} --batch 8 --steps 2 --verify 2 --untied"
 
 
 def check(printed: str, optimizer: str) -> None:
     assert printed.count("28 matrices and 19 others bitwise equal to plain") == 2
-    assert ("Muon+AdamW on" if optimizer == "muon" else "AdamW+AdamW on") in printed
+    assert f"{NAMES[optimizer]}+AdamW on" in printed
     assert "parameters that each rank updates by itself" in printed
-
-
-def train_here(options: str, meeting_point: str) -> tuple[bool, str]:
-    """What the demo has each of its processes do: whether all went well, and what was printed."""
-    rank, printed = dist.get_rank(), io.StringIO()
-    dist.barrier()  # or the first rank hangs up while another one still connects
-    dist.destroy_process_group()
-    sys.path.insert(0, str(EXAMPLES))
-    demo = importlib.import_module("train_lm")
-    with (
-        mock.patch.object(sys, "argv", ["train_lm.py", *options.split()]),
-        mock.patch.dict(os.environ, COLUMNS="120"),
-        contextlib.redirect_stdout(printed),
-    ):
-        return demo.worker(rank, demo.parse(), meeting_point), printed.getvalue()
 
 
 @pytest.mark.ranks
