@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from acceptance.journal import AcceptanceJournal, counted
-from acceptance.machine import facts
+from acceptance.machine import facts_of_ranks
 from acceptance.step import RANKS, AcceptanceStep, AcceptedMachine, OneProgram, OnRanks, needed
 from acceptance.steps_audit import audit
 from acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
@@ -107,7 +107,7 @@ def accept(
     Args:
         deadline: of the clock `time.monotonic`: what would not end by then is skipped, or ended.
     """
-    journal = AcceptanceJournal(output, part, facts(machines.values()))
+    journal = AcceptanceJournal(output, part, facts_of_ranks(machines.values()))
     supervisor = Supervisor(machines, journal, journal.folder.absolute(), deadline)
     try:
         for step, ranks in taken(steps, machines):

@@ -23,9 +23,15 @@ OPTIONAL = ("pytest", "xdist", "hypothesis", "rich", "dion")
 SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "OMP_NUM_THREADS", "CUBLAS")
 
 
-def facts(machines: Collection[AcceptedMachine]) -> dict[str, str]:
+def facts_of_ranks(machines: Collection[AcceptedMachine]) -> dict[str, str]:
     """All of it by name, for the numbers of ranks that take steps."""
     (device,) = {machine.device for machine in machines}
+    ranks = ", ".join(f"{machine.ranks} over {machine.backend}" for machine in machines)
+    return {"ranks": ranks, **facts(device)}
+
+
+def facts(device: str) -> dict[str, str]:
+    """All of it by name, for "cpu" or "cuda"."""
     head, changed = (
         said("git", "-C", str(ROOT), *words) for words in (("rev-parse", "HEAD"), ("status", "-s", "-uno"))
     )
@@ -33,9 +39,8 @@ def facts(machines: Collection[AcceptedMachine]) -> dict[str, str]:
         "canzona_compile": installed("canzona-compile"),
         "commit": f"{head}, changed" if changed else head,
         "device": device,
-        "ranks": ", ".join(f"{machine.ranks} over {machine.backend}" for machine in machines),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": this_processor(),
+        "processor": f"{this_processor()}, {os.cpu_count()} cores",
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "triton": installed("triton"),
