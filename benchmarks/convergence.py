@@ -1,0 +1,209 @@
+"""Which optimizer trains the demo's decoder best: five of them, dense and with experts, five seeds, equal tokens.
+
+    python benchmarks/convergence.py run --jobs 2
+    python benchmarks/convergence.py page
+
+`run` calls examples/train_lm.py for every run that has no log in benchmarks/results/convergence/ yet, so that it may be
+stopped. Seed 0 tries every learning rate; the others take the one with which it ended lowest. `page` writes the table
+and the picture of docs/convergence.md from the logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[1]
+LOGS = ROOT / "benchmarks" / "results" / "convergence"
+MODELS = {"dense": "", "experts": "--experts 8"}
+OPTIMIZERS = {"muon": "Muon", "normuon": "NorMuon", "soap": "SOAP", "kl-soap": "KL-SOAP", "adamw": "AdamW"}
+RATES = ("0.001", "0.003", "0.009")
+SEEDS = range(5)
+STEPS, BATCH, CONTEXT = 300, 8, 128
+LAST = 20  # steps whose mean is the loss at the end: single batches are noisy
+TALL = 1.4, 4.0  # losses in the picture
+SMOOTH = 10  # steps whose mean is a point of a curve, and counts as having reached a loss
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run."""
+
+    model: str
+    optimizer: str
+    rate: str
+    seed: int
+
+    @property
+    def log(self) -> Path:
+        return LOGS / f"{self.model}-{self.optimizer}-{self.rate}-seed{self.seed}.txt"
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the demo: one process, no plain run beside it."""
+        asked = f"--ranks 1 --batch {BATCH} --steps {STEPS} --verify 0 --optimizer {self.optimizer} --lr {self.rate}"
+        return [*asked.split(), "--seed", str(self.seed), *MODELS[self.model].split()]
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What a run left: a loss per step, milliseconds of each update, and the machine."""
+
+    losses: tuple[float, ...]
+    update_ms: tuple[float, ...]
+    machine: str
+
+    @property
+    def end(self) -> float:
+        return statistics.fmean(self.losses[-LAST:])
+
+    def smooth(self) -> tuple[float, ...]:
+        """The mean of each step and those before it, up to `SMOOTH` in all."""
+        return tuple(statistics.fmean(self.losses[max(0, i - SMOOTH) : i]) for i in range(1, len(self.losses) + 1))
+
+    def steps_to(self, loss: float) -> int | None:
+        """The first step whose smoothed loss is at most this."""
+        return next((i for i, own in enumerate(self.smooth(), 1) if own <= loss), None)
+
+
+def read(run: Run) -> Log | None:
+    """The log of a run; None if there is none, or one that was cut off."""
+    if not run.log.exists():
+        return None
+    _, machine, _, *lines = run.log.read_text(encoding="utf-8").splitlines()
+    rows = [line.split() for line in lines]
+    if len(rows) != STEPS:
+        return None
+    return Log(tuple(float(row[1]) for row in rows), tuple(float(row[3]) for row in rows), machine.removeprefix("# "))
+
+
+def train(run: Run) -> None:
+    """Run the demo, unless its log is there."""
+    if read(run) is not None:
+        return
+    run.log.unlink(missing_ok=True)
+    line = [sys.executable, "examples/train_lm.py", *run.arguments, "--log", str(run.log.relative_to(ROOT))]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    log = read(run)
+    said = f"ends at {log.end:.3f}" if log else f"failed: {(done.stdout + done.stderr).strip()[-1000:]}"
+    print(f"{run.log.stem}: {said}", flush=True)
+
+
+def chosen(model: str, optimizer: str) -> str | None:
+    """The learning rate with which seed 0 ended lowest; None until all were tried."""
+    tried = {rate: read(Run(model, optimizer, rate, SEEDS[0])) for rate in RATES}
+    ends = {rate: log.end for rate, log in tried.items() if log is not None}
+    return min(ends, key=ends.__getitem__) if len(ends) == len(RATES) else None
+
+
+def run_all(jobs: int) -> None:
+    """First all learning rates of the first seed, then the other seeds of the best."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    kinds = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(train, [Run(*kind, rate, SEEDS[0]) for kind in kinds for rate in RATES]))
+        best = {kind: rate for kind in kinds if (rate := chosen(*kind)) is not None}
+        list(pool.map(train, [Run(*kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()]))
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def of_seeds(model: str, optimizer: str) -> tuple[str, list[Log]]:
+    """The best learning rate, and a log per seed."""
+    rate = chosen(model, optimizer)
+    logs = [] if rate is None else [read(Run(model, optimizer, rate, seed)) for seed in SEEDS]
+    found = [log for log in logs if log is not None]
+    if rate is None or len(found) != len(SEEDS):
+        sys.exit(f"{model}, {optimizer}: not all runs are there; `convergence.py run` makes them")
+    return rate, found
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean and standard deviation of the seeds."""
+    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def table(model: str) -> Iterator[str]:
+    """The rows of a model, best first."""
+    found = {optimizer: of_seeds(model, optimizer) for optimizer in OPTIMIZERS}
+    plain = [log.end for log in found["adamw"][1]]
+    yield "| optimizer | lr | loss at the end | below AdamW | steps to AdamW's loss | update, ms |"
+    yield "|---|---|---|---|---|---|"
+    for optimizer, (rate, logs) in sorted(
+        found.items(), key=lambda row: statistics.fmean(own.end for own in row[1][1])
+    ):
+        gains = [other - own.end for own, other in zip(logs, plain, strict=True)]
+        steps = [log.steps_to(other) for log, other in zip(logs, plain, strict=True)]
+        reached = [step for step in steps if step is not None]
+        below = "" if optimizer == "adamw" else f"{spread(gains, 3)}, {deviations(gains)}"
+        to = spread(reached, 0) if len(reached) == len(steps) else f"{len(reached)} of {len(steps)} seeds reach it"
+        update = statistics.median(ms for log in logs for ms in log.update_ms[LAST:])
+        ends = spread([log.end for log in logs], 3)
+        yield f"| {OPTIMIZERS[optimizer]} | {rate}{edge(rate)} | {ends} | {below} | {to} | {update:.0f} |"
+
+
+def edge(rate: str) -> str:
+    """A mark where a learning rate beyond those that were tried may be better."""
+    return " *" if rate in (RATES[0], RATES[-1]) else ""
+
+
+def deviations(gains: Sequence[float]) -> str:
+    """How many standard deviations of the paired differences the mean is away from nothing."""
+    return f"{statistics.fmean(gains) / statistics.stdev(gains):.1f} sd"
+
+
+def draw(path: Path) -> None:
+    """The smoothed loss of each optimizer, a panel per model: the mean of the seeds, and from lowest to highest."""
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"})
+    figure, panels = plt.subplots(1, len(MODELS), figsize=(10, 4.2), sharey=True, layout="constrained")
+    for panel, model in zip(panels, MODELS, strict=True):
+        for optimizer, name in OPTIMIZERS.items():
+            steps = range(1, STEPS + 1)
+            points = list(zip(*(log.smooth() for log in of_seeds(model, optimizer)[1]), strict=True))
+            (line,) = panel.plot(steps, [statistics.fmean(own) for own in points], label=name, linewidth=1.4)
+            low, high = [min(own) for own in points], [max(own) for own in points]
+            panel.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        panel.set(title=model, xlabel="step", xlim=(0, STEPS), ylim=TALL)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("loss")
+    panels[-1].legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write_page(folder: Path) -> None:
+    """Write the tables, which the page includes, and the picture."""
+    machines = {log.machine for model in MODELS for optimizer in OPTIMIZERS for log in of_seeds(model, optimizer)[1]}
+    parts = [f"On {'; '.join(sorted(machines))}.", ""]
+    for model in MODELS:
+        parts += [f"**{model}**", "", *table(model), ""]
+    (LOGS / "table.md").write_text("\n".join(parts), encoding="utf-8")
+    draw(folder / "images" / "convergence.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each (default: %(default)s)")
+    given = parser.parse_args()
+    if given.what == "run":
+        run_all(given.jobs)
+    else:
+        write_page(ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()
