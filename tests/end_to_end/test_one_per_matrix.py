@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.harness.marks import only
 from tests.harness.own_objects import MAKERS, ByAddress, Oracle
 from tests.harness.pairs import feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
+from tests.harness.toy_optimizers import PerParameter, State
 from tests.harness.traps.grammar import toy
 
 # It counts outside of the state of parameters, and takes those of any shape.
@@ -96,6 +98,44 @@ GOOD = ([], ["own object"] * 3)
 @pytest.mark.parametrize("name", MAKERS)
 def test_in_one_process(name: str) -> None:
     assert train(name, ALONE) == train(name, ALONE, missing_one) == GOOD
+
+
+@dataclass
+class Factor:
+    value: Tensor
+    name: str
+
+
+class Naming(PerParameter):
+    """In the manner of Distributed Shampoo: its constructor puts objects into the state, with parameters' numbers."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        for i, param in enumerate(params_of(self)):
+            self.state[param]["factor"] = Factor(torch.eye(len(param)), f"{i}.factor")
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        state["factor"].value += grad @ grad.T
+        param.add_(state["factor"].value @ grad, alpha=-group["lr"])
+
+
+def test_constructors_may_put_objects_into_the_state() -> None:
+    plain, own = (Naming(parameters(SHAPES)) for _ in range(2))
+    canzona_compile.wrap(own, one_per_matrix=Naming)
+    for step in range(3):
+        for optimizer in (plain, own):
+            feed(optimizer, step)
+            optimizer.step()
+    assert different(params_of(own), params_of(plain)) == []
+
+
+def test_objects_that_have_stepped_are_refused() -> None:
+    own = Naming(parameters(SHAPES))
+    feed(own, 0)
+    own.step()
+    canzona_compile.wrap(own, one_per_matrix=Naming)
+    with pytest.raises(CanzonaError, match="plain optimizer has already stepped"):
+        own.step()
 
 
 @pytest.mark.ranks
