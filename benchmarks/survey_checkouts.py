@@ -2,9 +2,14 @@
 
     python benchmarks/survey_checkouts.py emerging --checkout Emerging-Optimizers
     python benchmarks/survey_checkouts.py shampoo --checkout optimizers --layouts ddp,tp
+    python benchmarks/survey_checkouts.py kl --checkout KL-Methods
+    python benchmarks/survey_checkouts.py splus --checkout splus/torch
+    python benchmarks/survey_checkouts.py polargrad --checkout polargrad
 
 `emerging` is NVIDIA-NeMo/Emerging-Optimizers, which needs Python 3.12 and absl-py; `shampoo` is Distributed Shampoo
-of facebookresearch/optimizers, for one device. See README.md beside it.
+of facebookresearch/optimizers, for one device, which needs Python 3.12; `kl` is yorkerlin/KL-Methods; `splus` is the
+folder `torch` of kvfrans/splus; `polargrad` is the optimizer for one device of timlautk/polargrad. See README.md
+beside it.
 """
 
 from __future__ import annotations
@@ -25,9 +30,9 @@ from survey_table import run_all, table_of
 from survey_trial import Trial
 
 SEED = 1000
-PLACES = {"emerging": "survey_repositories:EMERGING", "shampoo": "survey_repositories:SHAMPOO"}
-LAYOUTS = {"emerging": "fsdp", "shampoo": "ddp,tp"}
-OLDEST = {"emerging": (3, 12)}  # Python: the repository's code is not read by older ones
+PLACES = {name: f"survey_repositories:{name.upper()}" for name in ("emerging", "shampoo", "kl", "splus", "polargrad")}
+LAYOUTS = {"shampoo": "ddp,tp"}
+OLDEST = {"emerging": (3, 12), "shampoo": (3, 12)}  # Python: the repository's code is not read by older ones
 
 
 def main() -> None:
@@ -51,7 +56,7 @@ def main() -> None:
     names = given.only.split(",") if given.only else found.names()
     if unknown := [name for name in names if name not in found.names()]:
         parser.error(f"no optimizer {', '.join(unknown)}; there are {', '.join(found.names())}")
-    layouts = (given.layouts or LAYOUTS[given.repository]).split(",")
+    layouts = (given.layouts or LAYOUTS.get(given.repository, "fsdp")).split(",")
     trials = [
         Trial(given.repository, place, name, given.steps, SEED, folder, layout, nature=False)
         for name in names

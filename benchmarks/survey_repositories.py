@@ -1,8 +1,9 @@
-"""Optimizers of repositories that the package index does not have: Emerging-Optimizers and Distributed Shampoo."""
+"""Optimizers of repositories that the package index does not have; survey_checkouts.py says which."""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,14 +14,6 @@ from survey_catalog import Catalog, Params, Shapes
 
 UNEVEN: Shapes = ((10, 6), (7, 12), (33, 17), (40, 40))
 
-EMERGING_MODULES = (
-    *("contrib.muown", "legacy_soap.moso", "legacy_soap.rekls", "legacy_soap.soap", "legacy_soap.stacked_soap"),
-    *("legacy_soap.tp_rekls", "orthogonalized_optimizers.adaptive_muon", "orthogonalized_optimizers.mop"),
-    *("orthogonalized_optimizers.muon", "orthogonalized_optimizers.muon_hyperball"),
-    *("orthogonalized_optimizers.polargrad", "orthogonalized_optimizers.scion", "orthogonalized_optimizers.spel"),
-    *("psgd.psgd", "riemannian_optimizers.isospectral", "riemannian_optimizers.normalized_optimizer"),
-    *("scalar_optimizers", "shampoo.soap_v3"),
-)
 EMERGING_NEEDS: Mapping[str, Mapping[str, Any]] = {
     "adaptive_muon": {"momentum": 0.95, "weight_decay": 0.01},
     "muon_hyperball": {"hyperball_radius": 2.0},
@@ -29,12 +22,13 @@ EMERGING_NEEDS: Mapping[str, Mapping[str, Any]] = {
 
 def emerging_names() -> list[str]:
     """All that registers itself; a module that cannot be imported here, such as Triton kernels, is left out."""
-    registry: Any = importlib.import_module("emerging_optimizers.registry")
-    for module in EMERGING_MODULES:
+    package = importlib.import_module("emerging_optimizers")
+    for module in pkgutil.walk_packages(package.__path__, "emerging_optimizers."):
         try:
-            importlib.import_module(f"emerging_optimizers.{module}")
+            importlib.import_module(module.name)
         except ImportError as error:
-            print(f"left out {module}: {error}")
+            print(f"left out {module.name}: {error}")
+    registry: Any = importlib.import_module("emerging_optimizers.registry")
     return [*sorted(registry.get_optimizer_name_list()), *("Muown",)]
 
 
@@ -88,5 +82,41 @@ def shampoo(name: str, params: Params) -> Optimizer:
     return made
 
 
+def of_module(module: str, kinds: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Catalog:
+    """Optimizers of one module: by name the class, and its arguments."""
+
+    def build(name: str, params: Params) -> Optimizer:
+        kind, hypers = kinds[name]
+        made: Optimizer = getattr(importlib.import_module(module), kind)(list(params), **{"lr": 1e-2, **hypers})
+        return made
+
+    return Catalog("", lambda: list(kinds), build, UNEVEN, needs=(module.partition(".")[0],))
+
+
+SPLUS_HYPERS = {"lr": 0.2, "b1": 0.9, "b2": 0.95, "weight_decay": 0.001}
+POLARGRAD_HYPERS = {"lr": 1e-3, "momentum": 0.9}
+
 EMERGING = Catalog("", emerging_names, emerging, UNEVEN, True, ("absl", "emerging_optimizers"))
 SHAMPOO = Catalog("", lambda: list(shampoo_hypers()), shampoo, UNEVEN, needs=("distributed_shampoo",))
+KL = of_module(
+    "optim",
+    {
+        "kl-shampoo": ("KLOpt", {}),
+        "kl-soap": ("KLOpt", {"using_klsoap": True}),
+        "soap": ("SOAP", {}),
+        "adamw": ("AdamWBF16", {}),
+    },
+)
+SPLUS = of_module(
+    "splus", {"splus": ("SPlus", SPLUS_HYPERS), "splus-every-4": ("SPlus", {**SPLUS_HYPERS, "inverse_every": 4})}
+)
+POLARGRAD = of_module(
+    "polar_grad",
+    {
+        "polar-first": ("PolarGrad", {**POLARGRAD_HYPERS, "polar_first": True}),
+        **{
+            method: ("PolarGrad", {**POLARGRAD_HYPERS, "method": method})
+            for method in ("qdwh", "zolo-pd", "ns", "precond_ns", "polar_express")
+        },
+    },
+)

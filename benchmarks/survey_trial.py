@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import canzona_compile
+from canzona_compile.compat.optimizer_class import class_as_written
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
 from canzona_compile.tools.verification.compare import EQUAL, Distance, distance
 from survey_catalog import Catalog, catalog
@@ -84,6 +85,7 @@ def surveyed(trial: Trial) -> Finding:
             nature = nature_of(trial) if trial.nature else None
         with untouched():
             plain = Run(trial, matrices(trial))
+            plain.optimizer.__class__ = class_as_written(type(plain.optimizer))  # as `verify` does
             snapshots = [plain.step(number) for number in range(steps)]
     except Exception as error:
         return Finding(trial.name, PLAIN_FAILS, told(error))
