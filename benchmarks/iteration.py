@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.machine.hardware import this_processor
+from canzona_compile.tools.traffic import TrafficCounter
 from iteration_variants import PHASES, PLAIN, Variant, make_variants, same_bits
 from latency_results import Spread, spread
-from latency_traffic import TrafficCounter
 from lm_data import Batches, standard_library
 from lm_model import Decoder, ModelConfig
 

@@ -18,6 +18,7 @@ from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile.ir.options import StrategyOption
+from canzona_compile.tools.traffic import Traffic, TrafficCounter
 from latency_cases import Case, Shape
 from latency_first_step import FirstStep, run_first_step
 from latency_results import (
@@ -28,7 +29,6 @@ from latency_results import (
     VariantResult,
     spread,
 )
-from latency_traffic import Traffic, TrafficCounter
 from latency_variants import LOCAL, OURS, STOCK, Variant, make_variants, same_bits, shard
 
 GRADIENT_SETS = 2  # steps alternate between them

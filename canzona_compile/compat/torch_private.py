@@ -45,6 +45,9 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 # The name of a new process group, see `group_named`.
 from torch.distributed.distributed_c10d import _process_group_name as name_of_group
 
+# The process group of a name, which functional collectives are given.
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
 # Whether FSDP1 has put a parameter into a flat one, or it is one.
 from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
 
@@ -78,6 +81,7 @@ __all__ = [
     "TCPStore",
     "TorchDispatchMode",
     "default_store",
+    "group_of_name",
     "is_flattened",
     "is_non_overlapping_and_dense_or_false",
     "no_dispatch",
@@ -86,6 +90,7 @@ __all__ = [
 ]
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # `__torch_function__` of a subclass that wants none
+group_of_name: Any = _resolve_process_group
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # makes a tensor of a shape that has no memory
 # Has the kernel send a signal to this process when its parent dies; without effect elsewhere than on Linux.
 signal_when_parent_dies: Any = torch.multiprocessing._prctl_pr_set_pdeathsig  # type: ignore[attr-defined]

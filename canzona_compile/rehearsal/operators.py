@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from canzona_compile.compat.torch_private import TorchDispatchMode, pytree
 from canzona_compile.replica.raised import NoCollectives, name_of
@@ -48,7 +49,14 @@ class InDouble(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*map(doubled, args), **{key: doubled(value) for key, value in (kwargs or {}).items()})
+        given = kwargs or {}
+        wide, named = tuple(map(doubled, args)), {key: doubled(value) for key, value in given.items()}
+        if any(issubclass(kind, DTensor) for kind in types):  # which then calls operators on its local tensors
+            if all(a is b for a, b in zip((*wide, *named.values()), (*args, *given.values()), strict=True)):
+                return NotImplemented
+            with self:
+                return func(*wide, **named)
+        found = func(*wide, **named)
         return pytree.tree_map(doubled_tensor, found) if makes_new(func) else found
 
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -39,6 +39,7 @@ START_METHOD = "spawn"
 GRACE = 1.0  # seconds that the others have to fail as well: the first process that ends need not be the cause
 LAST_WORDS = 2.0  # seconds in which a process says where its threads are
 SPARE = 60.0  # seconds beyond the limit after which a process ends itself, should its owner not do so
+A_DAY = 86400.0  # seconds: the longest call whose limit begins again with every word of progress
 TAIL = 120  # lines of a log
 HERE = "127.0.0.1"
 UNGUARDED = "in a script, make this call under `if __name__ == '__main__':`; the output of the process is above"
@@ -81,10 +82,13 @@ class Worker:
     Args:
         log: the file to which it writes. Without one it writes to the caller's standard error, also what is meant for
             standard output: that of the caller is for data.
+
+    Attributes:
+        told: the last words on its progress.
     """
 
     def __init__(self, name: str, log: Path | None = None) -> None:
-        self.name, self.log = name, log
+        self.name, self.log, self.told = name, log, ""
         level = logging.getLogger("canzona_compile").getEffectiveLevel()
         context: Any = multiprocessing.get_context(START_METHOD)
         self.end, theirs = context.Pipe()
@@ -104,6 +108,7 @@ class Worker:
         except (EOFError, OSError):
             return CallEnd(self, "died", f"its process ended, exit code {self.exit_code()}", tail(self.log))
         if how == "told":
+            self.told = words[0]
             tell(*words)
             return None
         return CallEnd(self, how, *words)
@@ -121,7 +126,9 @@ class Worker:
         self.process.join()
 
 
-def collect(workers: Iterable[Worker], act: str, limit: float, grace: float | None) -> list[CallEnd]:
+def collect(
+    workers: Iterable[Worker], act: str, limit: float, grace: float | None, *, renewed: bool = False
+) -> list[CallEnd]:
     """Wait until all processes have ended their calls, or are late.
 
     Args:
@@ -129,12 +136,16 @@ def collect(workers: Iterable[Worker], act: str, limit: float, grace: float | No
         limit: seconds for the call.
         grace: seconds that the others have once one has failed, which need not be the cause; None if they have the
             whole limit.
+        renewed: whether the limit begins again whenever one of them says how far it is.
     """
     deadline, pending, ends = time.monotonic() + limit, list(workers), list[CallEnd]()
     said, failed = f"did not {act} within {limit:g} seconds", False
     while pending and time.monotonic() < deadline:
         ready = connection.wait([worker.end for worker in pending], deadline - time.monotonic())
-        ends += [end for worker in pending if worker.end in ready and (end := worker.heard())]
+        heard = [worker.heard() for worker in pending if worker.end in ready]
+        ends += filter(None, heard)
+        if renewed and not failed and None in heard:
+            deadline = time.monotonic() + limit
         ended = {end.process for end in ends}
         pending = [worker for worker in pending if worker not in ended]
         if grace is not None and not failed and any(end.how != "returned" for end in ends):
@@ -151,7 +162,7 @@ def stacks(workers: Sequence[Worker]) -> list[str]:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(LAST_WORDS)
+    time.sleep(LAST_WORDS if workers else 0.0)
     return [tail(worker.log) for worker in workers]
 
 
@@ -172,19 +183,40 @@ def run(calls: Sequence[ProcessCall], limit: float) -> list[Any]:
         limit: seconds until the processes are ended.
     """
     deadline = time.monotonic() + limit
+    with started(calls) as workers:
+        ends = asked(workers, calls, deadline - time.monotonic())
+    for how in ("died", "raised", "hung"):  # the first death, otherwise the exception that was raised first
+        if failed := [end for end in ends if end.how == how]:
+            raise failure(failed, limit)
+    values = {end.process: end.value for end in ends}
+    return [values[worker] for worker in workers]
+
+
+@contextlib.contextmanager
+def started(calls: Sequence[ProcessCall]) -> Iterator[list[Worker]]:
+    """Inside this context there is a process for each call."""
     with contextlib.ExitStack() as stack:
         workers = []
         for call in calls:
             workers.append(Worker(call.name))
             stack.callback(workers[-1].close)
-        for worker, call in zip(workers, calls, strict=True):
-            worker.begin(call.function, call.args, limit)
-        ends = collect(workers, "end", deadline - time.monotonic(), GRACE)
-        for how in ("died", "raised", "hung"):  # the first death, otherwise the exception that was raised first
-            if failed := [end for end in ends if end.how == how]:
-                raise failure(failed, limit)
-    values = {end.process: end.value for end in ends}
-    return [values[worker] for worker in workers]
+        yield workers
+
+
+def asked(
+    workers: Sequence[Worker], calls: Sequence[ProcessCall], limit: float, *, renewed: bool = False
+) -> list[CallEnd]:
+    """Make each call in its process: how they ended, the first end first. If some do nothing but hang, they say where.
+
+    Args:
+        limit, renewed: see `collect`.
+    """
+    for worker, call in zip(workers, calls, strict=True):
+        worker.begin(call.function, call.args, A_DAY if renewed else limit)
+    ends = collect(workers, "end", limit, GRACE, renewed=renewed)
+    if {end.how for end in ends} <= {"returned", "hung"}:
+        stacks([end.process for end in ends if end.how == "hung"])
+    return ends
 
 
 def failure(ends: Sequence[CallEnd], limit: float) -> CanzonaError:
@@ -192,7 +224,6 @@ def failure(ends: Sequence[CallEnd], limit: float) -> CanzonaError:
     first = ends[0]
     name = first.process.name
     if first.how == "hung":
-        stacks([end.process for end in ends])
         hint = "raise the limit with limit=; the stacks of the processes are above"
         names = ", ".join(end.process.name for end in ends)
         return CanzonaError(f"no result within {limit:g} seconds", at=names, hint=hint)
@@ -262,9 +293,16 @@ def run_ranks(
         patience: seconds of a collective's timeout; `limit` if None.
         beside: what else to run meanwhile, in processes that are no ranks. Its results are left out.
     """
-    places, _store = places_here(ranks, "cpu", patience or limit)
-    calls = [ProcessCall(f"rank {place.rank}", as_rank, (place, function, args)) for place in places]
+    calls, _store = rank_calls(ranks, function, args, patience or limit)
     return run([*beside, *calls], limit)[len(beside) :]
+
+
+def rank_calls(
+    ranks: int, function: Callable[..., Any], args: tuple[Any, ...], patience: float
+) -> tuple[list[ProcessCall], TCPStore]:
+    """The calls of `run_ranks`, and the store in which the ranks meet while somebody holds it."""
+    places, store = places_here(ranks, "cpu", patience)
+    return [ProcessCall(f"rank {place.rank}", as_rank, (place, function, args)) for place in places], store
 
 
 # -- in a process ----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from tests.harness.verdicts import reached
 
 ROOT = Path(__file__).parents[2]
 How = Literal["beside", "alone", "plain"]
-ALONE = {"any_optimizer", "a_pass", "a_layout", "an_optimizer", "my_model"}  # run by `python`, or imported
+ALONE = {"any_optimizer", "a_pass", "a_layout", "an_optimizer", "my_model", "their_optimizer"}  # run by `python`
 TWO = "fsdp2 any_pair clip_others eight_bit plain_fragments ddp zero1 a_transport experts pipeline fused_weights"
 TWO += " accelerate_loop fabric_loop lightning_trainer trainer sft_trainer torchtitan_optimizers"
 TWO += " checkpoints planning graphs"

@@ -149,6 +149,14 @@ def test_a_build_is_checked(name: str, capfd: pytest.CaptureFixture[str], monkey
 
 @pytest.mark.full
 @pytest.mark.ranks
+def test_a_distributed_build_is_checked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["verify", "docs.scripts.their_optimizer:build", "--as-is", "--steps", "2"]) == 1
+    assert "equal to rounding" in " ".join(capfd.readouterr().out.split())
+
+
+@pytest.mark.full
+@pytest.mark.ranks
 def test_pictures_are_of_a_run(tmp_path: Path) -> None:
     ran(ROOT / "docs" / "diagrams.py", 4, str(tmp_path))
     drawn = sorted(path.name for path in tmp_path.iterdir())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from canzona_compile.compat.telling import heard_by, tell
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.tools.processes import ProcessCall, run, run_ranks
+from canzona_compile.tools.processes import ProcessCall, asked, run, run_ranks, started
 from tests.harness.marks import full
 from tests.tools.user_builds import leaves, raises
 
@@ -53,6 +53,12 @@ def tells(done: int) -> int:
     """Says how far it is."""
     tell("half of it", done, 2)
     return done
+
+
+def goes_on(parts: int, seconds: float) -> None:
+    for part in range(parts):
+        tell(f"part {part + 1}")
+        time.sleep(seconds)
 
 
 def summed(rank: int, add: int) -> int:
@@ -107,6 +113,20 @@ def test_processes_that_hang_say_where(tmp_path: Path) -> None:
         run([ProcessCall("quick", pid, ()), *(ProcessCall(path.name, sleeps, (path,)) for path in said)], 4.0)
     assert caught.value.at == "one, other"
     assert all("in sleeps" in path.read_text() for path in said)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_a_limit_that_begins_again_with_progress() -> None:
+    """The one that says how far it is outlives the limit, and the one that no longer does so hangs."""
+    calls = [ProcessCall("on its way", goes_on, (6, 1.0)), ProcessCall("stuck", goes_on, (1, 600.0))]
+    with started(calls) as workers:
+        ends = {end.process.name: end for end in asked(workers, calls, 4.0, renewed=True)}
+    assert {name: (end.how, end.process.told) for name, end in ends.items()} == {
+        "on its way": ("returned", "part 6"),
+        "stuck": ("hung", "part 1"),
+    }
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ from canzona_compile.report.page import PageModel
 from canzona_compile.report.printable import Printable
 from canzona_compile.tools.output import check_output, show, write
 from canzona_compile.tools.processes import ProcessCall, run_ranks
+from canzona_compile.tools.verification.as_is import compared
 from canzona_compile.tools.verification.findings import Findings, findings_page, merged, of_both_plans
 from canzona_compile.tools.verification.layouts import LayoutName
 from canzona_compile.tools.verification.user_model import Build, CannotVerify, name_of, packed
@@ -44,7 +45,7 @@ class Verification(Findings, Printable):
 
     def to_json(self) -> str:
         """All fields and `ok` as a JSON object."""
-        return dumps({"schema": SCHEMA, "ok": self.ok, **asdict(self)}, indent=1)
+        return dumps({"schema": SCHEMA, "ok": self.ok, "verdict": self.verdict, **asdict(self)}, indent=1)
 
     def page(self) -> PageModel:
         return findings_page(self)
@@ -59,7 +60,8 @@ def verify(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     json: str | Path | None = None,
-    limit: float = 600.0,
+    limit: float | None = None,
+    as_is: bool = False,
 ) -> Verification:
     """Compare the wrapped optimizer on gloo ranks with the plain one on one device, bit by bit.
 
@@ -68,35 +70,50 @@ def verify(
     leaf of `state_dict()` after every step. Where the plan has every rank compute a matrix, because it is small, they
     take all steps a second time with an owner for each matrix, as larger ones have, unless `options` say how to plan.
 
+    With `as_is` the optimizer on the ranks is one that is distributed already. It gets the plain run's gradients, laid
+    out as its parameters are, and parameters are compared. If bits differ, all processes run a second time, with floats
+    of 64 bits: `.verdict` says whether rounding explains the difference.
+
     Args:
         build: a function that returns (model, optimizer) or (model, optimizer, loss). The model is not sharded, the
             optimizer is not wrapped, and parameters are on the CPU. `build` runs in every process, after `random`,
             torch and numpy were seeded, and has to make the same values each time. `loss(model, step)` returns a
             tensor of one element, whose gradients are used; without it gradients are random. A function has to be
             picklable, that is, a module has to define it at its top level. A text "module:function" names one that
-            only the processes import.
+            only the processes import. With `as_is` it takes an argument: None asks for the model and its plain
+            optimizer as above, a `DeviceMesh` of all ranks for the same model sharded, with the same names, and the
+            distributed optimizer.
         steps: how many to compare; at least 2, because the first step of a wrapped optimizer is always eager.
         ranks: how many gloo ranks to start on this machine.
         layout: "fsdp" shards rows, unevenly where they do not divide; "fsdp_columns" shards columns, and the rows of
             what has no columns; "hsdp" shards rows in two replicas; "ddp" gives every rank whole plain tensors; "zero1"
-            does too, and calls `zero1` in place of `wrap`, with backward passes that reduce gradients to owners.
+            does too, and calls `zero1` in place of `wrap`, with backward passes that reduce gradients to owners. With
+            `as_is` it only names the dims of the mesh: "replicate" (of two) and "shard" for "hsdp", "replicate" for
+            "ddp" and "zero1", "shard" for others.
         seed: for `build` and for random gradients.
         options: options of `wrap`. Not among them are `replicate`, which follows from the layout, options that make
             another algorithm (`stagger`, `split`), and those for CUDA.
         json: a file to write the result to.
-        limit: seconds until the processes are ended.
+        limit: seconds until the processes are ended, 600 if None. With `as_is`, seconds without progress after which
+            the ranks hang, 60 if None.
+        as_is: whether `build` returns a distributed optimizer on ranks.
 
     Returns:
-        One row per leaf, and how each parameter was updated. Leaves that differ raise nothing: look at `.ok`.
+        One row per leaf, and how each parameter was updated. Leaves that differ raise nothing: look at `.ok`. With
+        `as_is`, `.verdict` is "equal bits", "equal to rounding", "another algorithm", "error" or "hang".
 
     Raises:
         CanzonaError: the file cannot be, or there is nothing to compare: `build` failed or returned something else,
-            `wrap` refuses the optimizer, a process died, or the limit is over. All processes have ended then.
+            `wrap` refuses the optimizer, a process died, or the limit is over. All processes have ended then. With
+            `as_is`, what the distributed optimizer does is a verdict, and only a failure of the plain one raises.
     """
+    limit = (60.0 if as_is else 600.0) if limit is None else limit
     options = dict(options or {})
     check_arguments(steps, ranks, layout, limit, options)
     check_output(json, "json")
-    if layout == "zero1" and ranks & (ranks - 1):
+    if as_is and options:
+        raise CannotVerify(f"as_is wraps nothing, so option {next(iter(options))!r} has no effect", hint="leave it out")
+    if not as_is and layout == "zero1" and ranks & (ranks - 1):
         raise CannotVerify(
             f"zero1 averages gradients, which is not exact on {ranks} ranks, so bits would differ from the plain "
             "optimizer",
@@ -105,16 +122,10 @@ def verify(
     begin, source = time.monotonic(), packed(build)
     tell("starting processes", 0, steps)
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
-    with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
-        order = Order(source, steps, layout, seed, options)
-        plain = ProcessCall("plain", run_plain, (order, folder))
-        outcomes = run_ranks(ranks, run_wrapped, (order, folder), limit, beside=[plain])
-    first: RankOutcome = outcomes[0]
-    roles = {name: role for own in reversed(outcomes) for name, role in own.roles.items()}  # each knows what it owns
-    reasons: dict[str, Any] = {how: {name: why for name, (own, why) in roles.items() if own == how} for how in HOW}
+    order = Order(source, steps, layout, seed, options)
+    seen = seen_as_is(order, ranks, limit) if as_is else seen_wrapped(order, ranks, limit)
     found = Verification(
         build=name_of(build),
-        optimizer=first.optimizer,
         steps=steps,
         ranks=ranks,
         layout=layout,
@@ -122,16 +133,37 @@ def verify(
         options=options,
         torch=torch.__version__,
         seconds=round(time.monotonic() - begin, 2),
-        compiled=tuple(dict.fromkeys(n for own in outcomes for n, (how, _) in own.roles.items() if how == "compiled")),
-        **reasons,
-        idle=first.idle,
-        leaves=of_both_plans(*(merged([getattr(o, plan) for o in outcomes]) for plan in ("leaves", "owned"))),
-        everywhere=first.everywhere,
-        bits=first.bits,
+        **seen,
     )
     if json is not None:
         write(f"{found.to_json()}\n", json, "json")
     return found
+
+
+def seen_wrapped(order: Order, ranks: int, limit: float) -> dict[str, Any]:
+    """What is found of the wrapped optimizer, as fields of `Findings`."""
+    with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
+        plain = ProcessCall("plain", run_plain, (order, folder))
+        outcomes: list[RankOutcome] = run_ranks(ranks, run_wrapped, (order, folder), limit, beside=[plain])
+    first = outcomes[0]
+    roles = {name: role for own in reversed(outcomes) for name, role in own.roles.items()}  # each knows what it owns
+    reasons: dict[str, Any] = {how: {name: why for name, (own, why) in roles.items() if own == how} for how in HOW}
+    return {
+        **reasons,
+        "optimizer": first.optimizer,
+        "compiled": tuple(
+            dict.fromkeys(n for own in outcomes for n, (how, _) in own.roles.items() if how == "compiled")
+        ),
+        "idle": first.idle,
+        "leaves": of_both_plans(*(merged([getattr(o, plan) for o in outcomes]) for plan in ("leaves", "owned"))),
+        "everywhere": first.everywhere,
+        "bits": first.bits,
+    }
+
+
+def seen_as_is(order: Order, ranks: int, limit: float) -> dict[str, Any]:
+    """What is found of an optimizer that is distributed already."""
+    return dict(zip(("optimizer", "leaves", "as_is"), compared(order, ranks, limit), strict=True))
 
 
 def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, options: dict[str, Any]) -> None:
@@ -169,6 +201,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--steps", type=int, default=5, help="number of steps to compare (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
+    add(
+        "--as-is",
+        action="store_true",
+        help="check an optimizer that is distributed already: the function takes None, or a DeviceMesh on ranks",
+    )
     add("--ranks", type=int, default=2, help="number of gloo processes (%(default)s)")
     add(
         "--layout",
@@ -180,9 +217,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--limit",
         type=float,
-        default=600.0,
         metavar="SECONDS",
-        help="seconds before the processes are killed (%(default)s)",
+        help="seconds before the processes are killed (600); with --as-is, seconds without progress (60)",
     )
     wrap = parser.add_argument_group("options of wrap")
     for name, kind in (("strategy", StrategyOption), ("numerics", Numerics), ("missing-grads", MissingGrads)):
@@ -199,7 +235,7 @@ def run(given: Namespace) -> int:
     """Verify, print the result, and return the exit code: 0 if all is equal, 1 if not."""
     # No argument is a function, as `one_per_matrix` is.
     options = {name: value for name in OPTIONS if (value := getattr(given, name, None)) is not None}
-    asked = {name: getattr(given, name) for name in ("steps", "ranks", "layout", "seed", "limit")}
+    asked = {name: getattr(given, name) for name in ("steps", "ranks", "layout", "seed", "limit", "as_is")}
     with shown("verify", quiet=given.quiet):
         found = verify(given.build, options=options, **asked)
     show(found, found.to_json if given.json else None)

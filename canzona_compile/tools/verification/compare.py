@@ -126,9 +126,23 @@ def relative_norm(found: object, expected: object) -> float:
     """|a - b| / |b| by the norms of two tensors; infinite if it is not finite, or if no number tells it."""
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor) or found.shape != expected.shape:
         return math.inf
-    a, b = (torch.view_as_real(t).double() if t.is_complex() else t.double() for t in (found, expected))
+    a, b = wide(found), wide(expected)
     apart = float((a - b).norm() / b.norm().clamp(min=1e-30))
     return apart if math.isfinite(apart) else math.inf
+
+
+def norm_apart(found: object, expected: object) -> float:
+    """The norm of the difference, with NaN equal to itself; infinite as for `relative_norm`."""
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor) or found.shape != expected.shape:
+        return math.inf
+    a, b = wide(found), wide(expected)
+    apart = float(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm())
+    return apart if math.isfinite(apart) else math.inf
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float64."""
+    return torch.view_as_real(values).double() if values.is_complex() else values.double()
 
 
 def is_nan(values: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from canzona_compile.tools.verification.compare import (
 )
 from canzona_compile.tools.verification.layouts import fragments
 from canzona_compile.tools.verification.user_model import PARAMETER, Leaves
+from canzona_compile.tools.verification.verdict import AsIs, VerdictName, verdict_parts
 
 ABSENT = object()
 MOST_ROWS = 40  # all leaves that differ are shown, and equal ones up to so many rows
@@ -81,6 +82,7 @@ class Findings:
         everywhere: matrices that every rank computed in the first of two plans; all of them had owners in the second
             one. Empty if there was one plan only.
         bits: a sentence for each optimizer that batches matrices. Its plain run steps each matrix alone.
+        as_is: of an optimizer that is distributed already; None of one that `verify` wraps.
     """
 
     build: str
@@ -99,11 +101,20 @@ class Findings:
     leaves: tuple[LeafDifference, ...] = ()
     everywhere: tuple[str, ...] = ()
     bits: tuple[str, ...] = ()
+    as_is: AsIs | None = None
 
     @property
     def ok(self) -> bool:
         """Whether every bit of every leaf is equal."""
-        return all(leaf.equal for leaf in self.leaves)
+        return self.verdict == "equal bits"
+
+    @property
+    def verdict(self) -> VerdictName:
+        """ "equal bits" or "different bits"; with `as_is`, in place of the latter "equal to rounding", "another
+        algorithm", "error" or "hang"."""
+        if self.as_is is not None:
+            return self.as_is.verdict
+        return "different bits" if self.differing else "equal bits"
 
     @property
     def differing(self) -> tuple[LeafDifference, ...]:
@@ -191,11 +202,17 @@ def findings_parts(f: Findings) -> Iterator[Block]:
     good = Words(f"{plural(len(f.leaves), 'leaf', 'leaves')}, every bit equal", "bold green")
     bad = Words(f"{len(f.differing)} of {len(f.leaves)} leaves differ", "bold red")
     where = f" on {plural(f.ranks, 'rank')} ({f.layout}) against one device, {plural(f.steps, 'step')}: "
+    if f.as_is is not None:
+        good, bad = (Words(f.verdict, look) for look in ("bold green", "bold red"))
     yield Paragraph((Words(f"{f.optimizer} of {f.build}", "bold"), where, good if f.ok else bad))
     yield note("")
+    if f.as_is is not None:
+        yield from verdict_parts(f.as_is)
+        yield note("")
     equal = [leaf for leaf in f.leaves if leaf.equal]
     shown = [*f.differing, *equal[: max(0, MOST_ROWS - len(f.differing))]]
-    yield PageTable(HEADERS, tuple(map(cells, shown)), "Leaves", least=(10, 10), indent=2)
+    if shown:
+        yield PageTable(HEADERS, tuple(map(cells, shown)), "Leaves", least=(10, 10), indent=2)
     if hidden := len(f.leaves) - len(shown):
         yield note(f"and {hidden} more, equal", "dim", indent=2)
     yield note("")

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,15 @@ from canzona_compile.replica.twin import check_step_signature
 from canzona_compile.session.params import named_params
 
 Loss = Callable[[nn.Module, int], Tensor]
-Build = Callable[[], tuple[nn.Module, Optimizer] | tuple[nn.Module, Optimizer, Loss]]
+Build = Callable[..., tuple[nn.Module, Optimizer] | tuple[nn.Module, Optimizer, Loss]]
 Leaves = dict[tuple[str, str], Any]  # (parameter, leaf) -> value
 
 PARAMETER = "parameter"  # the leaf that is the parameter itself
 RETURNS = "return (model, optimizer) or (model, optimizer, loss), plain and on the CPU"
+MESH = {  # what `build` takes, by whether the optimizer is distributed already
+    True: "with as_is=True or --as-is, define build(mesh); verify calls build(None) for the plain optimizer",
+    False: "define build(), or pass as_is=True or --as-is for an optimizer that is distributed already",
+}
 ELSEWHERE = "run in the folder of the module, or set PYTHONPATH"
 # Frames of imports and of this folder say nothing. Frames of torch and of this package are named only where there are
 # no others, because the user cannot mend anything there.
@@ -148,35 +153,53 @@ def name_of(build: Build | str) -> str:
 # -- in a process ----------------------------------------------------------------------------------
 
 
-def built(build: str | bytes, seed: int) -> Built:
-    """Seed, call `build` and check what it returned."""
+def built(build: str | bytes, seed: int, *given: None) -> Built:
+    """Seed, call `build` and check what it returned: a plain optimizer.
+
+    Args:
+        given: what `build` is called with: nothing, or None in place of a mesh.
+    """
+    _, model, optimizer, loss = returned(build, seed, *given)
+    if is_wrapped(optimizer):
+        raise CannotVerify("build() returned a wrapped optimizer", hint="return the plain optimizer")
+    if not given:
+        for own in members_of(inside(optimizer)):
+            check_step_signature(type(own))
+    found = Built(model, optimizer, loss, names_of(model, optimizer))
+    check_params(found)
+    return found
+
+
+def returned(build: str | bytes, seed: int, *given: Any) -> tuple[str, nn.Module, Any, Loss | None]:
+    """Seed, call `build`, and check that it returned a model, an optimizer and perhaps a loss; its name before them."""
     function = loaded(build)
+    with contextlib.suppress(ValueError):  # some callables have no signature
+        try:
+            signature(function).bind(*given)
+        except TypeError as error:
+            asked = "takes no mesh" if given else "needs arguments"
+            raise CannotVerify(f"build {asked}: {error}", at=name_of(function), hint=MESH[bool(given)]) from None
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     with blamed("build()"):
-        made: Any = function()
+        made: Any = function(*given)
     count = len(made) if isinstance(made, tuple) else 0
     if count not in (2, 3):
         returned = f"a tuple of {count}" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise CannotVerify(f"build() returned {returned}", at=name_of(function), hint=RETURNS)
     model, optimizer, loss = (*made, None)[:3]
+    steps = given not in ((), (None,)) and callable(getattr(optimizer, "step", None))  # a framework's own class
     for what, value, right in (
         ("a torch.nn.Module as the first element", model, isinstance(model, nn.Module)),
-        ("a torch.optim.Optimizer as the second element", optimizer, isinstance(optimizer, Optimizer)),
+        ("a torch.optim.Optimizer as the second element", optimizer, isinstance(optimizer, Optimizer) or steps),
         ("a function loss(model, step) as the third element", loss, loss is None or callable(loss)),
     ):
         if not right:
             problem = f"build() must return {what}, not a {type(value).__name__}"
             raise CannotVerify(problem, at=name_of(function), hint=RETURNS)
-    if is_wrapped(optimizer):
-        raise CannotVerify("build() returned a wrapped optimizer", hint="return the plain optimizer; verify wraps it")
-    for own in members_of(inside(optimizer)):
-        check_step_signature(type(own))
-    found = Built(model, optimizer, loss, names_of(model, optimizer))
-    check_params(found)
-    return found
+    return name_of(function), model, optimizer, loss
 
 
 def loaded(build: str | bytes) -> Build:

@@ -60,12 +60,12 @@ class Journal:
     Writer and readers wait for one another without a limit: `tools.processes` ends them all if one dies.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str, ahead: int = AHEAD) -> None:
+        self.folder, self.ahead = Path(folder), ahead
 
     def write(self, step: int, page: StepPage) -> None:
         """Add a page, once the ranks have read all but the last few."""
-        while self._page(step - AHEAD).exists():
+        while self._page(step - self.ahead).exists():
             time.sleep(PAUSE)
         unfinished = self.folder / "unfinished"
         torch.save((page.grads, page.leaves), unfinished)
@@ -95,6 +95,7 @@ class Order:
     layout: LayoutName
     seed: int
     options: Mapping[str, Any]
+    double: bool = False  # whether users' code computes in float64 whatever it asks for
 
 
 @dataclass(frozen=True, slots=True)
