@@ -1,7 +1,7 @@
 """The demo's losses, compared bit for bit: of two layouts, of two checkouts, or with those that are committed.
 
     python benchmarks/loss_compare.py zero1 zero1-forward
-    python benchmarks/loss_compare.py HEAD~3:fsdp fsdp --optimizer soap
+    python benchmarks/loss_compare.py HEAD~3:fsdp fsdp --optimizer muon
     python benchmarks/loss_compare.py golden .
 
 A side is `layout`, `where:layout` or `where`, which stands for all layouts. `where` is a folder with a checkout, a
@@ -36,7 +36,7 @@ LAYOUTS = {  # arguments of the demo
     "zero1-forward": "--parallel zero1-forward",
     "experts": "--parallel fsdp --experts 8",
 }
-OPTIMIZERS = ("muon", "soap")
+OPTIMIZERS = ("soap",)
 STEPS = 50
 SHARED = "--steps {steps} --batch 8 --verify 0 --portable"
 
@@ -131,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("left", "right"):
         parser.add_argument(name, type=side, help="layout, where:layout or where")
-    parser.add_argument("--optimizer", help="muon, soap, ... (default: muon and soap)")
+    parser.add_argument("--optimizer", help="muon, soap, ... (default: soap)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the schedule (default: %(default)s)")
     parser.add_argument("--until", type=int, help="the last step that is taken (default: all)")
     given = parser.parse_args()

@@ -29,7 +29,7 @@ PLANTED = 3  # step
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("layout", "optimizer", "until"),
-    [("one", "soap", FEW), full("zero1-forward", "muon", None), full("tp", "soap", None)],
+    [("one", "soap", FEW), full("zero1-forward", "soap", None)],
 )
 def test_a_layout_has_the_committed_losses(layout: str, optimizer: str, until: int | None, tmp_path: Path) -> None:
     found = losses_of(ROOT, layout, optimizer, loss_compare.STEPS, until, tmp_path / "log")

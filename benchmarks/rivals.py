@@ -1,0 +1,182 @@
+"""Whose distributed optimizer takes the steps of its plain form? Ours and others', on gloo ranks.
+
+    python benchmarks/rivals.py
+    python benchmarks/rivals.py --only 'dion*' --ranks 2
+
+For each optimizer and layout that its page claims, on 2 and 4 ranks, `canzona_compile.verify(as_is=True)` compares it
+with its own plain form: with matrices that divide evenly, that do not, and that leave ranks without rows; then resumed
+on the other number of ranks. `--page FILE` also writes the tables of docs/whose_bits.md. dion and Meta's Shampoo are
+not on the package index: have checkouts on PYTHONPATH. Meta's Shampoo needs Python 3.12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
+
+from rich.console import Console
+from rich.table import Table
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from canzona_compile.tools.processes import run_ranks
+from rival_builds import NOT_TRIED, RIVALS, SHAPES, VERIFY_LAYOUT, Rival, build, resumed, save_first
+
+RANKS = (2, 4)
+STEPS = 4
+LIMIT = 180.0  # seconds without progress
+ELEMENTS = sum(rows * columns for rows, columns in SHAPES["even"])
+MARKS = {"equal bits": "equal", "equal to rounding": "rounding"}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One comparison: the verdict in words, and what a step sends, in bytes per element of the rank that sends most."""
+
+    said: str
+    detail: str = ""
+    bytes_per_element: float | None = None
+    collectives: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An optimizer in a layout on some ranks: what was found, by shapes, and of a resumed run."""
+
+    rival: Rival
+    layout: str
+    ranks: int
+    found: dict[str, Found]
+
+
+def compare(build_of: Any, layout: str, ranks: int) -> Found:
+    """What `verify` finds."""
+    try:
+        result = canzona_compile.verify(
+            build_of,
+            as_is=True,
+            layout=VERIFY_LAYOUT[layout],
+            ranks=ranks,
+            steps=STEPS,
+            limit=LIMIT,  # type: ignore[arg-type]
+        )
+    except CanzonaError as error:
+        return Found("plain form fails", str(error))
+    found = result.as_is
+    assert found is not None
+    said = MARKS.get(found.verdict, found.verdict)
+    if found.gaps:
+        worst = found.gaps[-1]
+        said += f", {worst.apart:.0e} after step {worst.step}" if said != "rounding" else f", {found.gaps[0].apart:.0e}"
+    calls = ", ".join(f"{count:.3g} {name}" for name, count in found.collectives.items())
+    return Found(said, found.error, found.bytes_sent / ELEMENTS, calls)
+
+
+def row_of(rival: Rival, layout: str, ranks: int) -> Row:
+    """All comparisons of a row."""
+    given = {"rival": rival.name, "layout": layout}
+    found = {shapes: compare(partial(build, **given, shapes=shapes), layout, ranks) for shapes in SHAPES}
+    if any(one.said.startswith(("equal", "rounding")) for one in found.values()):
+        shapes = next(name for name, one in found.items() if one.said.startswith(("equal", "rounding")))
+        found["resumed"] = compare_resumed({**given, "shapes": shapes}, layout, ranks)
+    return Row(rival, layout, ranks, found)
+
+
+def compare_resumed(given: dict[str, str], layout: str, ranks: int) -> Found:
+    """The same after a checkpoint of other ranks: twice as many, or half."""
+    before = 2 if ranks == 4 and layout != "hsdp" else 4
+    shape = (2, before // 2) if layout == "hsdp" else (before,)
+    names = ("replicate", "shard") if layout == "hsdp" else ("replicate",) if layout == "ddp" else ("shard",)
+    with tempfile.TemporaryDirectory(prefix="rivals-") as folder:
+        try:
+            run_ranks(before, save_first, (given, shape, names, folder), LIMIT)
+        except CanzonaError as error:
+            return Found("cannot save", str(error))
+        return compare(partial(resumed, **given, folder=folder), layout, ranks)
+
+
+def rows(only: str, ranks: tuple[int, ...]) -> Iterator[Row | tuple[Rival, str]]:
+    """Every row, or why there is none."""
+    for rival in RIVALS.values():
+        if not fnmatchcase(rival.name, only):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(rival.package)
+        except (ImportError, SyntaxError) as error:
+            yield rival, f"not installed: {error}"
+            continue
+        yield from (row_of(rival, layout, n) for layout in rival.layouts for n in ranks if layout != "hsdp" or n > 2)
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table, below its optimizer."""
+    even = row.found["even"]
+    sent = "" if even.bytes_per_element is None else f"{even.bytes_per_element:.1f}"
+    verdicts = [row.found[name].said if name in row.found else "" for name in (*SHAPES, "resumed")]
+    return [row.layout, str(row.ranks), *verdicts, sent, even.collectives]
+
+
+HEAD = ("optimizer", "layout", "ranks", *SHAPES, "resumed", "bytes per element", "collectives per step")
+
+
+def page(found: list[Row | tuple[Rival, str]]) -> str:
+    """Tables in Markdown."""
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    for one in found:
+        if isinstance(one, Row):
+            lines.append(f"| {' | '.join([one.rival.name, *cells(one)])} |")
+        else:
+            lines.append(f"| {one[0].name} | {one[1]} |{' |' * (len(HEAD) - 2)}")
+    lines += ["", "| optimizer | what its page says | where |", "|---|---|---|"]
+    lines += [
+        f"| {r.name} | {r.promise} | {f'[page]({r.source})' if r.source else 'this site'} |" for r in RIVALS.values()
+    ]
+    lines += ["", "| not tried without a GPU | why |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in NOT_TRIED.items()]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="pattern of names (default: all)")
+    parser.add_argument("--ranks", help="comma-separated numbers of processes (default: 2,4)")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the tables there")
+    given = parser.parse_args()
+    ranks = tuple(map(int, given.ranks.split(","))) if given.ranks else RANKS
+    table, found, began = Table(*HEAD), list[Row | tuple[Rival, str]](), time.monotonic()
+    for one in rows(given.only, ranks):
+        found.append(one)
+        if isinstance(one, Row):
+            table.add_row(one.rival.name, *cells(one))
+            print(one.rival.name, *cells(one), sep="; ", flush=True)
+            for shapes, result in one.found.items():
+                if result.detail:
+                    print(f"  {shapes}: {result.detail}", flush=True)
+        else:
+            table.add_row(one[0].name, one[1])
+    Console(width=None if sys.stdout.isatty() else 220).print(table)
+    print(f"{time.monotonic() - began:.0f} s")
+    if given.page:
+        given.page.write_text(page(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
