@@ -13,8 +13,8 @@ from canzona_compile.report.units import format_quantity, plural
 
 VerdictName = Literal["equal bits", "different bits", "equal to rounding", "another algorithm", "error", "hang"]
 
-# In units of what a perturbed gradient does. Sums in another order did up to 6 times as much, for Muon in bfloat16 on a
-# matrix of one row, and up to 3 times for SOAP, Shampoo, AdamW and Muon on larger ones and in float64.
+# In units of what a perturbed gradient does. The same in another order did up to 6 times as much, for Muon in bfloat16
+# on a matrix of one row, and up to 3 times for larger ones, SOAP, Shampoo and AdamW, and in float64.
 FACTOR = 8.0
 FLOOR = 1e-9  # of the way that a parameter has moved: no algorithm differs by so little
 LARGE = 0.05  # of that way: where rounding may do so much, a comparison tells little
