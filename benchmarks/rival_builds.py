@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +33,12 @@ SHAPES = {  # rows and columns: shards of equal size on 2 and 4 ranks, unequal o
     "uneven": ((31, 17), (7, 12), (10, 6), (31, 17)),
     "empty": ((1, 8), (3, 17), (2, 12), (3, 17)),
 }
-VERIFY_LAYOUT = {"fsdp": "fsdp", "hsdp": "hsdp", "tp": "fsdp_columns", "ddp": "ddp"}  # which name the dims of the mesh
+VERIFY_LAYOUT: dict[str, Any] = {
+    "fsdp": "fsdp",
+    "hsdp": "hsdp",
+    "tp": "fsdp_columns",
+    "ddp": "ddp",
+}  # which name the dims of the mesh
 FIRST = 3  # steps before a checkpoint
 Make = Callable[[nn.Module, DeviceMesh | None], Any]
 
@@ -241,7 +246,7 @@ def save_first(rank: int, given: Mapping[str, str], shape: tuple[int, ...], name
             torch.save(optimizer.state_dict(), Path(to) / "state.pt")
         dist.barrier()
     else:
-        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=to)
+        state_dict_saver.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=to)
 
 
 def resumed(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str, folder: str) -> tuple[nn.Module, Any]:
@@ -258,10 +263,11 @@ def resumed(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str, folde
         optimizer.load_state_dict(torch.load(Path(folder) / "state.pt", weights_only=False))
     else:
         part = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(part, checkpoint_id=folder)
+        state_dict_loader.load(part, checkpoint_id=folder)
         set_optimizer_state_dict(model, optimizer, part["optimizer"])
     with torch.no_grad():
-        for param, value in zip(model.parameters(), whole.parameters(), strict=True):
+        for param, trained in zip(model.parameters(), whole.parameters(), strict=True):
+            value: Tensor = trained.detach()
             if isinstance(param, DTensor):
                 value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
             param.copy_(value)

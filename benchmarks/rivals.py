@@ -66,12 +66,7 @@ def compare(build_of: Any, layout: str, ranks: int) -> Found:
     """What `verify` finds."""
     try:
         result = canzona_compile.verify(
-            build_of,
-            as_is=True,
-            layout=VERIFY_LAYOUT[layout],
-            ranks=ranks,
-            steps=STEPS,
-            limit=LIMIT,  # type: ignore[arg-type]
+            build_of, as_is=True, layout=VERIFY_LAYOUT[layout], ranks=ranks, steps=STEPS, limit=LIMIT
         )
     except CanzonaError as error:
         return Found("plain form fails", str(error))
@@ -87,7 +82,7 @@ def compare(build_of: Any, layout: str, ranks: int) -> Found:
 
 def row_of(rival: Rival, layout: str, ranks: int) -> Row:
     """All comparisons of a row."""
-    given = {"rival": rival.name, "layout": layout}
+    given: dict[str, Any] = {"rival": rival.name, "layout": layout}
     found = {shapes: compare(partial(build, **given, shapes=shapes), layout, ranks) for shapes in SHAPES}
     if any(one.said.startswith(("equal", "rounding")) for one in found.values()):
         shapes = next(name for name, one in found.items() if one.said.startswith(("equal", "rounding")))
@@ -95,7 +90,7 @@ def row_of(rival: Rival, layout: str, ranks: int) -> Row:
     return Row(rival, layout, ranks, found)
 
 
-def compare_resumed(given: dict[str, str], layout: str, ranks: int) -> Found:
+def compare_resumed(given: dict[str, Any], layout: str, ranks: int) -> Found:
     """The same after a checkpoint of other ranks: twice as many, or half."""
     before = 2 if ranks == 4 and layout != "hsdp" else 4
     shape = (2, before // 2) if layout == "hsdp" else (before,)

@@ -20,7 +20,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import loss_compare
 from loss_compare import LAYOUTS, OPTIMIZERS, Losses, LossRow, first_difference, losses_of, read, side
 
-FEW = 4  # steps in `make test`
+FEW = 2  # steps in `make test`
 ELSEWHERE = 0.05  # relative, of losses on another processor: nothing here could try whether they have other bits
 SHORT = "--parallel ddp --optimizer adamw --ranks 1 --batch 4 --steps 4 --verify 0"
 PLANTED = 3  # step
