@@ -33,6 +33,7 @@ SHAPES = {  # rows and columns: shards of equal size on 2 and 4 ranks, unequal o
     "uneven": ((31, 17), (7, 12), (10, 6), (31, 17)),
     "empty": ((1, 8), (3, 17), (2, 12), (3, 17)),
 }
+ALL = "all"  # of them, in one model
 VERIFY_LAYOUT: dict[str, Any] = {
     "fsdp": "fsdp",
     "hsdp": "hsdp",
@@ -150,15 +151,15 @@ def ours(kind: Callable[..., Any]) -> Make:
 DION = "https://github.com/microsoft/dion/blob/0a059a4/README.md"
 META = "https://github.com/facebookresearch/optimizers/blob/f606606/distributed_shampoo/README.md"
 TORCH = "https://docs.pytorch.org/docs/2.13"
-ALL = ("fsdp", "hsdp", "tp", "ddp")
+EVERY = ("fsdp", "hsdp", "tp", "ddp")
 LOCAL = "blocks of preconditioners are made of what a rank holds"
 MUONS = "supports FSDP2 and DDP; no TP"
 RIVALS = {
     rival.name: rival
     for rival in (
-        Rival("canzona_compile, Muon", ours(Muon), ALL, "canzona_compile", "the bits of the plain optimizer", ""),
-        Rival("canzona_compile, SOAP", ours(SOAP), ALL, "canzona_compile", "the bits of the plain optimizer", ""),
-        Rival("torch Muon", torch_muon, ALL, "torch", "none", f"{TORCH}/generated/torch.optim.Muon.html"),
+        Rival("canzona_compile, Muon", ours(Muon), EVERY, "canzona_compile", "the bits of the plain optimizer", ""),
+        Rival("canzona_compile, SOAP", ours(SOAP), EVERY, "canzona_compile", "the bits of the plain optimizer", ""),
+        Rival("torch Muon", torch_muon, EVERY, "torch", "none", f"{TORCH}/generated/torch.optim.Muon.html"),
         Rival(
             "torch ZeroRedundancyOptimizer, Muon",
             zero_redundancy,
@@ -194,14 +195,19 @@ NOT_TRIED = {
     "Motif Parallel Muon": "it uses CUDA streams on every path",
     "Megatron-core LayerShardedMuon": "its engine needs CUDA",
     "torchtitan DistMuon": "FlexShard takes CUDA meshes",
-    "dmuon": "its kernels need CUDA",
+    "dmuon": "on the CPU it stops because torch is not compiled with CUDA",
 }
+
+
+def shapes_of(name: str) -> Sequence[tuple[int, int]]:
+    """Rows and columns by name."""
+    return [shape for shapes in SHAPES.values() for shape in shapes] if name == ALL else SHAPES[name]
 
 
 def build(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str) -> tuple[nn.Module, Any]:
     """The model and the optimizer: plain without a mesh, else distributed."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES[shapes]))
+    model: nn.Module = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in shapes_of(shapes)))
     if mesh is not None:
         model = sharded(model, layout, mesh)
     return model, RIVALS[rival].make(model, mesh)

@@ -4,9 +4,9 @@
     python benchmarks/rivals.py --only 'dion*' --ranks 2
 
 For each optimizer and layout that its page claims, on 2 and 4 ranks, `canzona_compile.verify(as_is=True)` compares it
-with its own plain form: with matrices that divide evenly, that do not, and that leave ranks without rows; then resumed
-on the other number of ranks. `--page FILE` also writes the tables of docs/whose_bits.md. dion and Meta's Shampoo are
-not on the package index: have checkouts on PYTHONPATH. Meta's Shampoo needs Python 3.12.
+with its own plain form: with matrices that divide evenly, that do not, and that leave ranks without rows; then on 4
+ranks, resumed from 2. `--page FILE` also writes the tables in Markdown. dion and Meta's Shampoo are not on the package
+index: have checkouts on PYTHONPATH. Meta's Shampoo needs Python 3.12.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from rich.table import Table
 import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.processes import run_ranks
-from rival_builds import NOT_TRIED, RIVALS, SHAPES, VERIFY_LAYOUT, Rival, build, resumed, save_first
+from rival_builds import ALL, NOT_TRIED, RIVALS, SHAPES, VERIFY_LAYOUT, Rival, build, resumed, save_first, shapes_of
 
 RANKS = (2, 4)
 STEPS = 4
 LIMIT = 180.0  # seconds without progress
-ELEMENTS = sum(rows * columns for rows, columns in SHAPES["even"])
 MARKS = {"equal bits": "equal", "equal to rounding": "rounding"}
 
 
@@ -51,6 +50,11 @@ class Found:
     bytes_per_element: float | None = None
     collectives: str = ""
 
+    @property
+    def same(self) -> bool:
+        """Whether it is the same algorithm."""
+        return self.said.startswith(tuple(MARKS.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -62,8 +66,9 @@ class Row:
     found: dict[str, Found]
 
 
-def compare(build_of: Any, layout: str, ranks: int) -> Found:
-    """What `verify` finds."""
+def compare(function: Any, layout: str, ranks: int, **given: str) -> Found:
+    """What `verify` finds of what a function builds."""
+    build_of = partial(function, layout=layout, **given)
     try:
         result = canzona_compile.verify(
             build_of, as_is=True, layout=VERIFY_LAYOUT[layout], ranks=ranks, steps=STEPS, limit=LIMIT
@@ -77,30 +82,35 @@ def compare(build_of: Any, layout: str, ranks: int) -> Found:
         worst = found.gaps[-1]
         said += f", {worst.apart:.0e} after step {worst.step}" if said != "rounding" else f", {found.gaps[0].apart:.0e}"
     calls = ", ".join(f"{count:.3g} {name}" for name, count in found.collectives.items())
-    return Found(said, found.error, found.bytes_sent / ELEMENTS, calls)
+    elements = sum(rows * columns for rows, columns in shapes_of(given["shapes"]))
+    return Found(said, found.error, found.bytes_sent / elements, calls)
 
 
 def row_of(rival: Rival, layout: str, ranks: int) -> Row:
-    """All comparisons of a row."""
-    given: dict[str, Any] = {"rival": rival.name, "layout": layout}
-    found = {shapes: compare(partial(build, **given, shapes=shapes), layout, ranks) for shapes in SHAPES}
-    if any(one.said.startswith(("equal", "rounding")) for one in found.values()):
-        shapes = next(name for name, one in found.items() if one.said.startswith(("equal", "rounding")))
-        found["resumed"] = compare_resumed({**given, "shapes": shapes}, layout, ranks)
+    """All comparisons of a row: of all shapes in one model, and of each where that says too little."""
+    found = {ALL: compare(build, layout, ranks, rival=rival.name, shapes=ALL)}
+    if found[ALL].same:
+        found |= dict.fromkeys(SHAPES, found[ALL])
+    else:
+        found |= {shapes: compare(build, layout, ranks, rival=rival.name, shapes=shapes) for shapes in SHAPES}
+    good = [shapes for shapes, one in found.items() if one.same]
+    if good and ranks == max(RANKS):
+        found["resumed"] = compare_resumed(rival, layout, ranks, good[0])
     return Row(rival, layout, ranks, found)
 
 
-def compare_resumed(given: dict[str, Any], layout: str, ranks: int) -> Found:
-    """The same after a checkpoint of other ranks: twice as many, or half."""
-    before = 2 if ranks == 4 and layout != "hsdp" else 4
+def compare_resumed(rival: Rival, layout: str, ranks: int, shapes: str) -> Found:
+    """The same after a checkpoint of half as many ranks."""
+    before = ranks // 2
     shape = (2, before // 2) if layout == "hsdp" else (before,)
     names = ("replicate", "shard") if layout == "hsdp" else ("replicate",) if layout == "ddp" else ("shard",)
+    given = {"rival": rival.name, "shapes": shapes}
     with tempfile.TemporaryDirectory(prefix="rivals-") as folder:
         try:
-            run_ranks(before, save_first, (given, shape, names, folder), LIMIT)
+            run_ranks(before, save_first, ({**given, "layout": layout}, shape, names, folder), LIMIT)
         except CanzonaError as error:
             return Found("cannot save", str(error))
-        return compare(partial(resumed, **given, folder=folder), layout, ranks)
+        return compare(resumed, layout, ranks, **given, folder=folder)
 
 
 def rows(only: str, ranks: tuple[int, ...]) -> Iterator[Row | tuple[Rival, str]]:
@@ -123,10 +133,10 @@ def rows(only: str, ranks: tuple[int, ...]) -> Iterator[Row | tuple[Rival, str]]
 
 def cells(row: Row) -> list[str]:
     """A row of the table, below its optimizer."""
-    even = row.found["even"]
-    sent = "" if even.bytes_per_element is None else f"{even.bytes_per_element:.1f}"
+    first = next((one for one in row.found.values() if one.bytes_per_element), Found(""))
+    sent = "" if first.bytes_per_element is None else f"{first.bytes_per_element:.1f}"
     verdicts = [row.found[name].said if name in row.found else "" for name in (*SHAPES, "resumed")]
-    return [row.layout, str(row.ranks), *verdicts, sent, even.collectives]
+    return [row.layout, str(row.ranks), *verdicts, sent, first.collectives]
 
 
 HEAD = ("optimizer", "layout", "ranks", *SHAPES, "resumed", "bytes per element", "collectives per step")

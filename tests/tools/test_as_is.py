@@ -94,6 +94,7 @@ def test_what_a_rank_raises_is_a_verdict(name: str, says: str) -> None:
     found = verified(name)
     assert (found.verdict, found.ok, found.leaves) == ("error", False, ())
     assert says in found.as_is.error
+    assert "see:" not in found.as_is.error  # that page is about calls that raise
     assert " ".join(says.split()) in " ".join(str(found).split())
 
 

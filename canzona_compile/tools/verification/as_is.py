@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from canzona_compile.compat.telling import tell
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, without_pages
 from canzona_compile.tools.processes import A_DAY, ProcessCall, Worker, asked, failure, rank_calls, started
 from canzona_compile.tools.verification.findings import LeafDifference, merged
 from canzona_compile.tools.verification.steps_as_is import AsIsOutcome, Part, PlainOutcome, run_as_is, run_plain_as_is
@@ -22,7 +22,7 @@ class Stopped(Exception):
     """The distributed optimizer raised, or hangs: what to say of it."""
 
     def __init__(self, verdict: VerdictName, error: CanzonaError) -> None:
-        super().__init__(str(error))
+        super().__init__(without_pages(str(error)))
         self.verdict = verdict
 
 
