@@ -85,7 +85,7 @@ def as_written(function: Any = None, **options: Any) -> Any:
     return function if function is not None else as_written
 
 
-def dion(name: str) -> Make:
+def dion(name: str, **options: Any) -> Make:
     """One of dion's optimizers: with the mesh of shards under FSDP2, with the process group under DDP.
 
     What it has under torch.compile runs as written, in both forms.
@@ -96,11 +96,11 @@ def dion(name: str) -> Make:
             kind = getattr(importlib.import_module("dion"), name)
         groups = [{"params": matrices(model)}]
         if mesh is None:
-            return kind(groups, lr=LR)
+            return kind(groups, lr=LR, **options)
         own: Any = mesh["shard"] if mesh.ndim == 2 else mesh
         if isinstance(model, DistributedDataParallel):
             own = model.process_group
-        return kind(groups, lr=LR, distributed_mesh=own)
+        return kind(groups, lr=LR, distributed_mesh=own, **options)
 
     return make
 
@@ -148,12 +148,13 @@ def ours(kind: Callable[..., Any]) -> Make:
     return make
 
 
-DION = "https://github.com/microsoft/dion/blob/0a059a4/README.md"
+DION = "https://github.com/microsoft/dion/blob/0a059a4"
 META = "https://github.com/facebookresearch/optimizers/blob/f606606/distributed_shampoo/README.md"
 TORCH = "https://docs.pytorch.org/docs/2.13"
 EVERY = ("fsdp", "hsdp", "tp", "ddp")
 LOCAL = "blocks of preconditioners are made of what a rank holds"
-MUONS = "supports FSDP2 and DDP; no TP"
+MUONS = "FSDP2, HSDP and DDP; no TP"
+DION_ON = ("fsdp", "hsdp", "ddp")
 RIVALS = {
     rival.name: rival
     for rival in (
@@ -168,9 +169,30 @@ RIVALS = {
             "shards state; each rank updates its own parameters",
             f"{TORCH}/distributed.optim.html",
         ),
-        *(
-            Rival(f"dion {name}", dion(name), ("fsdp", "hsdp", "ddp"), "dion", MUONS, f"{DION}#optimizers")
-            for name in ("Muon", "NorMuon", "Dion2")
+        Rival("dion Muon", dion("Muon"), DION_ON, "dion", MUONS, f"{DION}/README.md#optimizers"),
+        Rival(
+            "dion NorMuon",
+            dion("NorMuon"),
+            DION_ON,
+            "dion",
+            f"{MUONS}; under FSDP its rescale is of local shards",
+            f"{DION}/README.md#per-block-newton-schulz-for-fused-qkv-projections",
+        ),
+        Rival(
+            "dion Dion2",
+            dion("Dion2"),
+            DION_ON,
+            "dion",
+            f"{MUONS}; by default its bits depend on the number of ranks",
+            f"{DION}/CHANGELOG.md",
+        ),
+        Rival(
+            "dion Dion2, global",
+            dion("Dion2", selection_scope="global"),
+            DION_ON,
+            "dion",
+            "the same selection in any layout",
+            f"{DION}/CHANGELOG.md",
         ),
         Rival(
             "Meta Shampoo",
@@ -181,16 +203,17 @@ RIVALS = {
             f"{META}#fsdp2-training-support",
         ),
         Rival(
-            "Meta Shampoo, ROUND_ROBIN",
-            shampoo("ROUND_ROBIN"),
+            "Meta Shampoo, REPLICATE",
+            shampoo("REPLICATE"),
             ("fsdp", "hsdp"),
             "distributed_shampoo",
-            "lossless: parameters are gathered to an owner",
+            "lossless: preconditioners are those of whole parameters",
             f"{META}#fsdp2-training-support",
         ),
     )
 }
 NOT_TRIED = {
+    "Meta Shampoo, ROUND_ROBIN": "its all-to-all has blocks of several sizes, which gloo refuses",
     "muonium 0.2.0": "it asserts that tensors are on CUDA",
     "Motif Parallel Muon": "it uses CUDA streams on every path",
     "Megatron-core LayerShardedMuon": "its engine needs CUDA",

@@ -133,7 +133,8 @@ def rows(only: str, ranks: tuple[int, ...]) -> Iterator[Row | tuple[Rival, str]]
 
 def cells(row: Row) -> list[str]:
     """A row of the table, below its optimizer."""
-    first = next((one for one in row.found.values() if one.bytes_per_element), Found(""))
+    ran = [one for one in row.found.values() if one.bytes_per_element is not None and one.said != "error"]
+    first = next(iter(ran), Found(""))
     sent = "" if first.bytes_per_element is None else f"{first.bytes_per_element:.1f}"
     verdicts = [row.found[name].said if name in row.found else "" for name in (*SHAPES, "resumed")]
     return [row.layout, str(row.ranks), *verdicts, sent, first.collectives]
