@@ -7,6 +7,7 @@ writes benchmarks/results/steps-epyc/about.txt and output.txt. benchmarks/result
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -22,9 +23,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main(name: str, *command: str) -> int:
-    """Run the command in the folder of the repository; its exit code."""
+    """Run the command in the folder of the repository; its exit code. Folders of this machine are kept by name only."""
     folder, began = RESULTS / name, time.time()
     folder.mkdir(parents=True, exist_ok=True)
+    folders = sorted({str(ROOT), sys.prefix, *os.environ.get("PYTHONPATH", "").split(os.pathsep)} - {""}, reverse=True)
     line = [sys.executable if word == "python" else word for word in command]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         running = subprocess.Popen(
@@ -33,7 +35,9 @@ def main(name: str, *command: str) -> int:
         assert running.stdout is not None
         for said in running.stdout:
             print(said, end="", flush=True)
-            output.write(said.replace(str(ROOT), "."))
+            for own in folders:
+                said = said.replace(own, Path(own).name)
+            output.write(said)
         code = running.wait()
     about = {
         "command": shlex.join(command),
