@@ -275,7 +275,14 @@ def save_first(rank: int, given: Mapping[str, str], shape: tuple[int, ...], name
             torch.save(optimizer.state_dict(), Path(to) / "state.pt")
         dist.barrier()
     else:
-        state_dict_saver.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=to)
+        state_dict_saver.save({"optimizer": state_of(model, optimizer)}, checkpoint_id=to)
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What is saved: by torch's call, or as Meta's page has it, by the optimizer's own."""
+    if type(optimizer).__name__ == "DistributedShampoo":
+        return dict(optimizer.state_dict())
+    return get_optimizer_state_dict(model, optimizer)
 
 
 def resumed(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str, folder: str) -> tuple[nn.Module, Any]:
@@ -291,9 +298,12 @@ def resumed(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str, folde
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.load_state_dict(torch.load(Path(folder) / "state.pt", weights_only=False))
     else:
-        part = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        part = {"optimizer": state_of(model, optimizer)}
         state_dict_loader.load(part, checkpoint_id=folder)
-        set_optimizer_state_dict(model, optimizer, part["optimizer"])
+        if type(optimizer).__name__ == "DistributedShampoo":
+            optimizer.load_state_dict(part["optimizer"])
+        else:
+            set_optimizer_state_dict(model, optimizer, part["optimizer"])
     with torch.no_grad():
         for param, trained in zip(model.parameters(), whole.parameters(), strict=True):
             value: Tensor = trained.detach()
