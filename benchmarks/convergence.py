@@ -4,16 +4,14 @@
     python benchmarks/convergence.py page
 
 `run` calls examples/train_lm.py for every run that has no log in benchmarks/results/convergence/ yet, so that it may be
-stopped. Seed 0 tries every learning rate; the others take the one with which it ended lowest. `page` writes the table
-and the picture of docs/convergence.md from the logs.
+stopped. Seed 0 tries every learning rate; the others take the one with which it ended lowest. `page` writes a table
+beside the logs, and docs/images/convergence.svg.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,15 +23,16 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).parents[1]
+from demo_runs import ROOT, DemoFailed, read, run_demo
+
 LOGS = ROOT / "benchmarks" / "results" / "convergence"
 MODELS = {"dense": "", "experts": "--experts 8"}
 OPTIMIZERS = {"muon": "Muon", "normuon": "NorMuon", "soap": "SOAP", "kl-soap": "KL-SOAP", "adamw": "AdamW"}
 RATES = ("0.001", "0.003", "0.009")
 SEEDS = range(5)
-STEPS, BATCH, CONTEXT = 300, 8, 128
+STEPS, BATCH = 300, 8  # sequences of 128 bytes
 LAST = 20  # steps whose mean is the loss at the end: single batches are noisy
-TALL = 1.4, 4.0  # losses in the picture
+SHOWN = 1.4, 4.0  # losses in the picture
 SMOOTH = 10  # steps whose mean is a point of a curve, and counts as having reached a loss
 
 
@@ -51,10 +50,10 @@ class Run:
         return LOGS / f"{self.model}-{self.optimizer}-{self.rate}-seed{self.seed}.txt"
 
     @property
-    def arguments(self) -> list[str]:
+    def arguments(self) -> str:
         """Of the demo: one process, no plain run beside it."""
         asked = f"--ranks 1 --batch {BATCH} --steps {STEPS} --verify 0 --optimizer {self.optimizer} --lr {self.rate}"
-        return [*asked.split(), "--seed", str(self.seed), *MODELS[self.model].split()]
+        return f"{asked} --seed {self.seed} {MODELS[self.model]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +77,29 @@ class Log:
         return next((i for i, own in enumerate(self.smooth(), 1) if own <= loss), None)
 
 
-def read(run: Run) -> Log | None:
+def log_of(run: Run) -> Log | None:
     """The log of a run; None if there is none, or one that was cut off."""
-    if not run.log.exists():
+    found = read(run.log) if run.log.exists() else None
+    if found is None or len(found.rows) != STEPS:
         return None
-    _, machine, _, *lines = run.log.read_text(encoding="utf-8").splitlines()
-    rows = [line.split() for line in lines]
-    if len(rows) != STEPS:
-        return None
-    return Log(tuple(float(row[1]) for row in rows), tuple(float(row[3]) for row in rows), machine.removeprefix("# "))
+    return Log(tuple(float(row.loss) for row in found.rows), tuple(row.ms for row in found.rows), found.machine)
 
 
 def train(run: Run) -> None:
     """Run the demo, unless its log is there."""
-    if read(run) is not None:
+    if log_of(run) is not None:
         return
-    run.log.unlink(missing_ok=True)
-    line = [sys.executable, "examples/train_lm.py", *run.arguments, "--log", str(run.log.relative_to(ROOT))]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-    log = read(run)
-    said = f"ends at {log.end:.3f}" if log else f"failed: {(done.stdout + done.stderr).strip()[-1000:]}"
-    print(f"{run.log.stem}: {said}", flush=True)
+    try:
+        run_demo(ROOT, run.arguments, STEPS, run.log)
+    except DemoFailed as error:
+        print(error, flush=True)
+    if (log := log_of(run)) is not None:
+        print(f"{run.log.stem}: ends at {log.end:.3f}", flush=True)
 
 
 def chosen(model: str, optimizer: str) -> str | None:
     """The learning rate with which seed 0 ended lowest; None until all were tried."""
-    tried = {rate: read(Run(model, optimizer, rate, SEEDS[0])) for rate in RATES}
+    tried = {rate: log_of(Run(model, optimizer, rate, SEEDS[0])) for rate in RATES}
     ends = {rate: log.end for rate, log in tried.items() if log is not None}
     return min(ends, key=ends.__getitem__) if len(ends) == len(RATES) else None
 
@@ -125,7 +120,7 @@ def run_all(jobs: int) -> None:
 def of_seeds(model: str, optimizer: str) -> tuple[str, list[Log]]:
     """The best learning rate, and a log per seed."""
     rate = chosen(model, optimizer)
-    logs = [] if rate is None else [read(Run(model, optimizer, rate, seed)) for seed in SEEDS]
+    logs = [] if rate is None else [log_of(Run(model, optimizer, rate, seed)) for seed in SEEDS]
     found = [log for log in logs if log is not None]
     if rate is None or len(found) != len(SEEDS):
         sys.exit(f"{model}, {optimizer}: not all runs are there; `convergence.py run` makes them")
@@ -177,7 +172,7 @@ def draw(path: Path) -> None:
             (line,) = panel.plot(steps, [statistics.fmean(own) for own in points], label=name, linewidth=1.4)
             low, high = [min(own) for own in points], [max(own) for own in points]
             panel.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        panel.set(title=model, xlabel="step", xlim=(0, STEPS), ylim=TALL)
+        panel.set(title=model, xlabel="step", xlim=(0, STEPS), ylim=SHOWN)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("loss")
     panels[-1].legend()
@@ -187,7 +182,7 @@ def draw(path: Path) -> None:
 def write_page(folder: Path) -> None:
     """Write the tables, which the page includes, and the picture."""
     machines = {log.machine for model in MODELS for optimizer in OPTIMIZERS for log in of_seeds(model, optimizer)[1]}
-    parts = [f"On {'; '.join(sorted(machines))}.", ""]
+    parts = [f"On {'; '.join(sorted(machines))}. *: the lowest or the highest learning rate that was tried.", ""]
     for model in MODELS:
         parts += [f"**{model}**", "", *table(model), ""]
     (LOGS / "table.md").write_text("\n".join(parts), encoding="utf-8")

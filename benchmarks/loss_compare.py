@@ -20,10 +20,11 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from demo_runs import ROOT, DemoFailed, Losses, read, run_demo
+
 GOLDEN = ROOT / "tests" / "golden" / "losses"
 LAYOUTS = {  # arguments of the demo
     "one": "--ranks 1",
@@ -41,33 +42,10 @@ STEPS = 50
 SHARED = "--steps {steps} --batch 8 --verify 0 --portable"
 
 
-@dataclass(frozen=True, slots=True)
-class LossRow:
-    """A step: its loss and a digest of the parameters that it is of, as texts with all digits."""
-
-    loss: str
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """A run: how it was made, where, and its steps."""
-
-    command: str
-    machine: str
-    rows: tuple[LossRow, ...]
-
-    def text(self) -> str:
-        """What is committed."""
-        rows = [f"{i} {row.loss} {row.digest}" for i, row in enumerate(self.rows, 1)]
-        return "\n".join([f"# {self.command}", f"# {self.machine}", "# step  loss  digest", *rows, ""])
-
-
-def read(path: Path) -> Losses:
-    """Read a log of the demo, or what is committed."""
-    command, machine, _, *lines = path.read_text(encoding="utf-8").splitlines()
-    rows = tuple(LossRow(*line.split()[1:3]) for line in lines)
-    return Losses(command.removeprefix("# "), machine.removeprefix("# "), rows)
+def text_of(losses: Losses) -> str:
+    """What is committed: no times."""
+    rows = [f"{i} {row.loss} {row.digest}" for i, row in enumerate(losses.rows, 1)]
+    return "\n".join([f"# {losses.command}", f"# {losses.machine}", "# step  loss  digest", *rows, ""])
 
 
 def first_difference(left: Losses, right: Losses) -> str | None:
@@ -81,21 +59,11 @@ def first_difference(left: Losses, right: Losses) -> str | None:
     return None
 
 
-def run_demo(folder: Path, layout: str, optimizer: str, steps: int, until: int | None, log: Path) -> Losses:
+def trained(folder: Path, layout: str, optimizer: str, steps: int, until: int | None, log: Path) -> Losses:
     """Train as one layout with the code of a folder."""
     asked = f"{LAYOUTS[layout]} --optimizer {optimizer} {SHARED.format(steps=steps)}"
-    line = [*asked.split(), *(() if until is None else ("--until", str(until)))]
-    variables = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    script = str(folder / "examples" / "train_lm.py")
-    log.unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, script, *line, "--log", str(log)], env=variables, capture_output=True, text=True, check=False
-    )
-    rows = read(log) if log.exists() else None
-    if rows is None or len(rows.rows) != (until or steps):  # a loss that does not fall is no failure here
-        said = (done.stdout + done.stderr).strip()[-2000:]
-        sys.exit(f"{layout} with {optimizer} in {folder} failed with {done.returncode}: {said}")
-    return Losses(f"python examples/train_lm.py {asked}", rows.machine, rows.rows)
+    found = run_demo(folder, asked if until is None else f"{asked} --until {until}", until or steps, log)
+    return replace(found, command=f"python examples/train_lm.py {asked}")
 
 
 @contextmanager
@@ -148,16 +116,17 @@ def main() -> int:
                     for i, (folder, layout) in enumerate(zip((left, right), pair, strict=True))
                 ]
                 found &= say(pair, optimizer, *both)
-                if None in (left, right) and os.environ.get("GOLDEN") == "accept":
+                whole = given.until is None and given.steps == STEPS and pair[0] == pair[1]
+                if None in (left, right) and whole and os.environ.get("GOLDEN") == "accept":
                     path = GOLDEN / f"{pair[0]}-{optimizer}.txt"
-                    path.write_text(both[left is None].text(), encoding="utf-8")
+                    path.write_text(text_of(both[left is None]), encoding="utf-8")
     return 0 if found else 1
 
 
 def losses_of(folder: Path | None, layout: str, optimizer: str, steps: int, until: int | None, log: Path) -> Losses:
     """The losses of a side: of a run, or as they are committed."""
     if folder is not None:
-        return run_demo(folder, layout, optimizer, steps, until, log)
+        return trained(folder, layout, optimizer, steps, until, log)
     path = GOLDEN / f"{layout}-{optimizer}.txt"
     return read(path) if path.exists() else Losses("", "", ())
 
@@ -174,4 +143,7 @@ def say(layouts: tuple[str, str], optimizer: str, left: Losses, right: Losses) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except DemoFailed as error:
+        sys.exit(str(error))

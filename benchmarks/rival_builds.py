@@ -14,18 +14,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile.optimizers import SOAP
+from canzona_compile.tools.verification.layouts import like
+from canzona_compile.tools.verification.steps_as_is import mesh_for
 
 LR = 0.02
 SHAPES = {  # rows and columns: shards of equal size on 2 and 4 ranks, unequal ones, and ranks without any
@@ -257,17 +259,14 @@ def step_first(model: nn.Module, optimizer: Any) -> None:
     random = torch.Generator().manual_seed(7)
     for _ in range(FIRST):
         for param in model.parameters():
-            grad: Tensor = torch.randn(param.shape, generator=random)
-            if isinstance(param, DTensor):
-                grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-            param.grad = grad
+            param.grad = like(torch.randn(param.shape, generator=random), param)
         optimizer.step()
     optimizer.zero_grad()
 
 
-def save_first(rank: int, given: Mapping[str, str], shape: tuple[int, ...], names: tuple[str, ...], to: str) -> None:
+def save_first(rank: int, given: Mapping[str, str], to: str) -> None:
     """On each rank: train, and save the state as the optimizer's page says, else by torch's own calls."""
-    model, optimizer = build(init_device_mesh("cpu", shape, mesh_dim_names=names), **given)
+    model, optimizer = build(mesh_for(VERIFY_LAYOUT[given["layout"]]), **given)
     step_first(model, optimizer)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.consolidate_state_dict(to=0)
@@ -306,8 +305,5 @@ def resumed(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str, folde
             set_optimizer_state_dict(model, optimizer, part["optimizer"])
     with torch.no_grad():
         for param, trained in zip(model.parameters(), whole.parameters(), strict=True):
-            value: Tensor = trained.detach()
-            if isinstance(param, DTensor):
-                value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-            param.copy_(value)
+            param.copy_(like(trained.detach(), param))
     return model, optimizer

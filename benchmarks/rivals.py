@@ -101,13 +101,10 @@ def row_of(rival: Rival, layout: str, ranks: int) -> Row:
 
 def compare_resumed(rival: Rival, layout: str, ranks: int, shapes: str) -> Found:
     """The same after a checkpoint of half as many ranks."""
-    before = ranks // 2
-    shape = (2, before // 2) if layout == "hsdp" else (before,)
-    names = ("replicate", "shard") if layout == "hsdp" else ("replicate",) if layout == "ddp" else ("shard",)
     given = {"rival": rival.name, "shapes": shapes}
     with tempfile.TemporaryDirectory(prefix="rivals-") as folder:
         try:
-            run_ranks(before, save_first, ({**given, "layout": layout}, shape, names, folder), LIMIT)
+            run_ranks(ranks // 2, save_first, ({**given, "layout": layout}, folder), LIMIT)
         except CanzonaError as error:
             return Found("cannot save", str(error))
         return compare(resumed, layout, ranks, **given, folder=folder)

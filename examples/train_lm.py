@@ -123,7 +123,7 @@ def parse() -> Options:
     choose = parser.add_argument
     choose("--parallel", choices=PARALLEL, default="fsdp", help="how the model is spread (fsdp)")
     choose("--optimizer", choices=HIDDEN, default="muon", help="of hidden matrices (muon)")
-    choose("--portable", action="store_true", help="the same bits on any x86-64 processor with AVX2, slower")
+    choose("--portable", action="store_true", help="use no instructions beyond AVX2, for equal bits elsewhere; slower")
     choose("--untied", dest="tied", action="store_false", help="give the head its own weight")
     add("--until", type=int, help="stop after this step, on the way to the last one")
     choose("--log", metavar="FILE", help="write the loss of each step, and a digest of the parameters that it is of")
