@@ -39,6 +39,7 @@ def shipped(module: str, name: str, **options: Any) -> Callable[[list[nn.Paramet
 
 OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.02, weight_decay=0.1),
+    "stacks": shipped("muon", "Muon", lr=0.02, weight_decay=0.1),
     # One tensor at a time, as it is captured: what `foreach` calls on CUDA are other operators.
     "adamw": lambda params: AdamW(params, lr=0.003, weight_decay=0.1, foreach=False),
     "soap": shipped("soap", "SOAP", lr=0.003, every=REFRESH),
@@ -47,7 +48,7 @@ OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 # Relative distances of a parameter that other operators for the same products, or another order of sums, explain after
 # some steps on CUDA, where exact numerics promises the algorithm: one difference in a 16-bit product grows through
 # Newton-Schulz, and eigenvectors of close eigenvalues turn. A wrong update is off by more.
-ROUNDING = {"muon": 2e-3, "adamw": 2e-3, "soap": 2e-2, "shampoo": 2e-2}
+ROUNDING = {"muon": 2e-3, "stacks": 2e-3, "adamw": 2e-3, "soap": 2e-2, "shampoo": 2e-2}
 COARSER = 8.0  # times as far, where parameters themselves have 16 bits
 
 
@@ -59,6 +60,11 @@ def even(rank: AcceptanceRank) -> Shapes:
 def uneven(rank: AcceptanceRank) -> Shapes:
     """Shapes that do not divide; of the smallest matrix some ranks have nothing."""
     return ((13, 8), (6, 10), (3, 8)) if rank.tiny else ((250, 100), (72, 201), (3, 40))
+
+
+def stacks(rank: AcceptanceRank) -> Shapes:
+    """Stacks of experts' matrices, as many as divide among up to 8 ranks and not, and one matrix."""
+    return ((8, 16, 8), (6, 8, 16), (16, 16)) if rank.tiny else ((8, 256, 128), (6, 128, 96), (128, 128))
 
 
 def same_operators(step: Step) -> bool:

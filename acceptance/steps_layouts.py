@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from acceptance.side_by_side import REFRESH, SideBySide, even, uneven
+from acceptance.side_by_side import REFRESH, SideBySide, even, stacks, uneven
 from acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, needs_of
 from canzona_compile.tools.verification.layouts import LAYOUTS
 
@@ -34,7 +34,8 @@ def same_as_plain(rank: AcceptanceRank, optimizer: str, layout: str, dtype: str,
     Args:
         odd: whether shapes do not divide; they are padded on CUDA, so that sums have another order.
     """
-    both = SideBySide(rank, optimizer, layout, (uneven if odd else even)(rank), DTYPES[dtype], cuda_graphs=False)
+    shapes = stacks if optimizer == "stacks" else uneven if odd else even
+    both = SideBySide(rank, optimizer, layout, shapes(rank), DTYPES[dtype], cuda_graphs=False)
     both.step(STEPS, in_place=False)
     return both.verdict()
 
@@ -93,6 +94,7 @@ def other_layouts() -> Iterator[AcceptanceStep]:
     )
     yield from (step_of("muon", layout) for layout in CUTS[1:])
     yield from (step_of("muon", layout, "bfloat16") for layout in ("whole", *CUTS))
+    yield from (step_of("stacks", layout) for layout in ("whole", "fsdp", "ddp", "hsdp"))
     for optimizer in ("soap", "shampoo"):
         yield step_of(optimizer, "whole")
         yield step_of(optimizer, "fsdp", odd=True)

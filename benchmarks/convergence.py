@@ -1,11 +1,13 @@
 """Which optimizer trains the demo's decoder best: five of them, dense and with experts, five seeds, equal tokens.
 
-    python benchmarks/convergence.py run --jobs 2
+    python benchmarks/convergence.py run --jobs 12 --device cuda
+    python benchmarks/convergence.py time --device cuda
     python benchmarks/convergence.py page
 
 `run` calls examples/train_lm.py for every run that has no log in benchmarks/results/convergence/ yet, so that it may be
-stopped. Seed 0 tries every learning rate; the others take the one with which it ended lowest. `page` writes a table
-beside the logs, and docs/images/convergence.svg.
+stopped. Seed 0 tries every learning rate; the others take the one with which it ended lowest. `time` begins a run of
+each kind once more, by itself, for the times of updates. `page` writes a table beside the logs, and
+docs/images/convergence.svg.
 """
 
 from __future__ import annotations
@@ -16,21 +18,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 
 from demo_runs import ROOT, DemoFailed, read, run_demo
 
 LOGS = ROOT / "benchmarks" / "results" / "convergence"
 MODELS = {"dense": "", "experts": "--experts 8"}
 OPTIMIZERS = {"muon": "Muon", "normuon": "NorMuon", "soap": "SOAP", "kl-soap": "KL-SOAP", "adamw": "AdamW"}
+KINDS = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
 RATES = ("0.001", "0.003", "0.009")
 SEEDS = range(5)
-STEPS, BATCH = 300, 8  # sequences of 128 bytes
+STEPS, BATCH = 400, 32  # sequences of 128 bytes
+TIMED = 60  # steps of the runs for times
+FIRST = 20  # whose updates are not counted in a mean: programs are captured, compiled and recorded
 LAST = 20  # steps whose mean is the loss at the end: single batches are noisy
 SHOWN = 1.4, 4.0  # losses in the picture
 SMOOTH = 10  # steps whose mean is a point of a curve, and counts as having reached a loss
@@ -44,16 +45,19 @@ class Run:
     optimizer: str
     rate: str
     seed: int
+    steps: int = STEPS
 
     @property
     def log(self) -> Path:
-        return LOGS / f"{self.model}-{self.optimizer}-{self.rate}-seed{self.seed}.txt"
+        timed = "" if self.steps == STEPS else "-time"
+        return LOGS / f"{self.model}-{self.optimizer}-{self.rate}-seed{self.seed}{timed}.txt"
 
     @property
     def arguments(self) -> str:
         """Of the demo: one process, no plain run beside it."""
-        asked = f"--ranks 1 --batch {BATCH} --steps {STEPS} --verify 0 --optimizer {self.optimizer} --lr {self.rate}"
-        return f"{asked} --seed {self.seed} {MODELS[self.model]}"
+        asked = f"--ranks 1 --batch {BATCH} --steps {STEPS} --verify 0 --no-digests --optimizer {self.optimizer}"
+        until = "" if self.steps == STEPS else f" --until {self.steps}"
+        return f"{asked} --lr {self.rate} --seed {self.seed}{until} {MODELS[self.model]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +84,17 @@ class Log:
 def log_of(run: Run) -> Log | None:
     """The log of a run; None if there is none, or one that was cut off."""
     found = read(run.log) if run.log.exists() else None
-    if found is None or len(found.rows) != STEPS:
+    if found is None or len(found.rows) != run.steps:
         return None
     return Log(tuple(float(row.loss) for row in found.rows), tuple(row.ms for row in found.rows), found.machine)
 
 
-def train(run: Run) -> None:
+def train(run: Run, device: str) -> None:
     """Run the demo, unless its log is there."""
     if log_of(run) is not None:
         return
     try:
-        run_demo(ROOT, run.arguments, STEPS, run.log)
+        run_demo(ROOT, f"{run.arguments} --device {device}", run.steps, run.log)
     except DemoFailed as error:
         print(error, flush=True)
     if (log := log_of(run)) is not None:
@@ -104,14 +108,20 @@ def chosen(model: str, optimizer: str) -> str | None:
     return min(ends, key=ends.__getitem__) if len(ends) == len(RATES) else None
 
 
-def run_all(jobs: int) -> None:
+def run_all(jobs: int, device: str) -> None:
     """First all learning rates of the first seed, then the other seeds of the best."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    kinds = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+    own = partial(train, device=device)
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(train, [Run(*kind, rate, SEEDS[0]) for kind in kinds for rate in RATES]))
-        best = {kind: rate for kind in kinds if (rate := chosen(*kind)) is not None}
-        list(pool.map(train, [Run(*kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()]))
+        list(pool.map(own, [Run(*kind, rate, SEEDS[0]) for kind in KINDS for rate in RATES]))
+        best = {kind: rate for kind in KINDS if (rate := chosen(*kind)) is not None}
+        list(pool.map(own, [Run(*kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()]))
+
+
+def time_all(device: str) -> None:
+    """One after the other, with nothing beside."""
+    for kind in KINDS:
+        train(Run(*kind, chosen(*kind) or RATES[1], SEEDS[0], TIMED), device)
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -146,9 +156,10 @@ def table(model: str) -> Iterator[str]:
         reached = [step for step in steps if step is not None]
         below = "" if optimizer == "adamw" else f"{spread(gains, 3)}, {deviations(gains)}"
         to = spread(reached, 0) if len(reached) == len(steps) else f"{len(reached)} of {len(steps)} seeds reach it"
-        update = statistics.median(ms for log in logs for ms in log.update_ms[LAST:])
+        timed = log_of(Run(model, optimizer, rate, SEEDS[0], TIMED))
+        update = f"{statistics.fmean(timed.update_ms[FIRST:]):.1f}" if timed else ""  # a mean: some steps refresh
         ends = spread([log.end for log in logs], 3)
-        yield f"| {OPTIMIZERS[optimizer]} | {rate}{edge(rate)} | {ends} | {below} | {to} | {update:.0f} |"
+        yield f"| {OPTIMIZERS[optimizer]} | {rate}{edge(rate)} | {ends} | {below} | {to} | {update} |"
 
 
 def edge(rate: str) -> str:
@@ -163,6 +174,11 @@ def deviations(gains: Sequence[float]) -> str:
 
 def draw(path: Path) -> None:
     """The smoothed loss of each optimizer, a panel per model: the mean of the seeds, and from lowest to highest."""
+    import matplotlib  # a machine that only runs may lack it
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"})
     figure, panels = plt.subplots(1, len(MODELS), figsize=(10, 4.2), sharey=True, layout="constrained")
     for panel, model in zip(panels, MODELS, strict=True):
@@ -191,11 +207,16 @@ def write_page(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("what", choices=("run", "time", "page"))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="as in the demo (default: %(default)s)"
+    )
     given = parser.parse_args()
     if given.what == "run":
-        run_all(given.jobs)
+        run_all(given.jobs, given.device)
+    elif given.what == "time":
+        time_all(given.device)
     else:
         write_page(ROOT / "docs")
 

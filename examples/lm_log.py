@@ -25,20 +25,23 @@ class LossLog:
 
     Args:
         path: of the file, which the first rank writes; None for no log.
+        device: where the model trains.
+        digests: whether to sum up the parameters, all of which this copies to the CPU; otherwise "-" stands there.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self.wanted = path is not None
+    def __init__(self, path: str | None, device: torch.device, digests: bool) -> None:
+        self.digests = path is not None and digests
         self.path = Path(path) if path is not None and dist.get_rank() == 0 else None
         if self.path is not None:
             command = " ".join(["python", "examples/train_lm.py", *sys.argv[1:]])
-            versions = f"torch {torch.__version__}, Python {platform.python_version()}, {this_processor()}"
+            machine = torch.cuda.get_device_name(device) if device.type == "cuda" else this_processor()
+            versions = f"torch {torch.__version__}, Python {platform.python_version()}, {machine}"
             self.path.write_text(f"# {command}\n# {versions}\n{COLUMNS}\n", encoding="utf-8")
 
     def digest(self, model: nn.Module) -> str:
         """Sum up all parameters; a collective if they are sharded. Call it where they are whole: after forward."""
-        if not self.wanted:
-            return ""
+        if not self.digests:
+            return "-"
         digest = hashlib.sha256()
         for _, param in model.named_parameters():
             digest.update(as_bytes(whole(param.detach())))
@@ -53,4 +56,4 @@ class LossLog:
 
 def as_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor, in the order of its elements."""
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -81,7 +81,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2)
-        shares = torch.zeros(*x.shape[:2], len(self.gate_proj), dtype=x.dtype).scatter(-1, chosen, weights)
+        shares = x.new_zeros(*x.shape[:2], len(self.gate_proj)).scatter(-1, chosen, weights)
         hidden = F.silu(torch.einsum("bsd,ehd->bseh", x, self.gate_proj))
         hidden = hidden * torch.einsum("bsd,ehd->bseh", x, self.up_proj) * shares.unsqueeze(-1)
         return torch.einsum("bseh,edh->bsd", hidden, self.down_proj)
@@ -105,6 +105,9 @@ class Block(nn.Module):
 
 class Decoder(nn.Module):
     """Bytes in, the loss of predicting each next byte out."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

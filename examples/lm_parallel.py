@@ -71,19 +71,19 @@ class Parallel:
 
 def ddp(model: Decoder) -> Parallel:
     """Whole parameters on every rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    mesh = make_mesh(model, (dist.get_world_size(),), "data")
     forward = DistributedDataParallel(model, process_group=mesh.get_group())
     return Parallel(forward, dist.get_rank(), dist.get_world_size(), replicate=mesh)
 
 
 def fsdp(model: Decoder) -> Parallel:
     """Rows of every parameter on one rank each."""
-    return sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return sharded(model, make_mesh(model, (dist.get_world_size(),)))
 
 
 def hsdp(model: Decoder) -> Parallel:
     """Two replicas, rows of every parameter spread within each."""
-    mesh = init_device_mesh("cpu", two_by_half(), mesh_dim_names=("replicate", "shard"))
+    mesh = make_mesh(model, two_by_half(), "replicate", "shard")
     return sharded(model, mesh)
 
 
@@ -111,7 +111,7 @@ def fsdp_tp(model: Decoder) -> Parallel:
 def tensor_parallel(model: Decoder) -> DeviceMesh:
     """Split heads and hidden units in two; returns the mesh of "data" and "tensor"."""
     ways, replicas = two_by_half()
-    mesh = init_device_mesh("cpu", (replicas, ways), mesh_dim_names=("data", "tensor"))
+    mesh = make_mesh(model, (replicas, ways), "data", "tensor")
     plan = {
         "attention.q_proj": ColwiseParallel(),
         "attention.k_proj": ColwiseParallel(),
@@ -131,7 +131,7 @@ def tensor_parallel(model: Decoder) -> DeviceMesh:
 
 def zero1(model: Decoder) -> Parallel:
     """Whole parameters on every rank; each matrix's gradient, state and update on one."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    mesh = make_mesh(model, (dist.get_world_size(),), "data")
     return Parallel(model, dist.get_rank(), dist.get_world_size(), zero1=mesh)
 
 
@@ -156,6 +156,11 @@ PARALLEL: dict[str, Callable[[Decoder], Parallel]] = {
     "zero1-forward": zero1_forward,
     "zero1-tp": zero1_tp,
 }
+
+
+def make_mesh(model: Decoder, shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    """Make a mesh of all ranks, on the device where the model is."""
+    return init_device_mesh(model.cos.device.type, shape, mesh_dim_names=names or None)
 
 
 def two_by_half() -> tuple[int, int]:

@@ -4,12 +4,14 @@
     python examples/train_lm.py --parallel tp --steps 100
     python examples/train_lm.py --experts 8
     python examples/train_lm.py --optimizer soap
+    python examples/train_lm.py --device cuda --ranks 1
 
 The line is `optimizer = canzona_compile.muon_adamw(model, ...)` in `make_optimizer`. Everything
-around it is plain PyTorch: gloo ranks that this script starts itself, a decoder spread over them,
-a schedule, clipping. During the first steps the plain optimizers run in one process on the same
+around it is plain PyTorch: ranks that this script starts itself, a decoder spread over them, a
+schedule, clipping. During the first steps the plain optimizers run in one process on the same
 gradients; the script exits with 1 if a single bit of any parameter differs, or if the loss did not
-fall. After the tenth step it shows how long each phase of the optimizer's steps took.
+fall. On GPUs it does not compare: products are rounded in other orders there. After the tenth step
+it shows how long each phase of the optimizer's steps took.
 """
 
 from __future__ import annotations
@@ -82,7 +84,13 @@ class Options:
     experts: int
     until: int | None
     log: str | None
+    digests: bool
     portable: bool
+    device: str
+
+    def place(self, rank: int) -> torch.device:
+        """Say where a rank computes."""
+        return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", rank)
 
 
 def main() -> int:
@@ -113,7 +121,7 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = partial(parser.add_argument, metavar="N")
     add("--steps", type=int, default=60, help="training steps (60)")
-    add("--verify", type=int, default=3, help="steps that plain optimizers check (3)")
+    add("--verify", type=int, help="steps that plain optimizers check (3, on GPUs 0)")
     add("--ranks", type=int, default=4, help="processes to start (4)")
     add("--batch", type=int, default=32, help="sequences per step, over all ranks (32)")
     add("--lr", type=float, default=4e-3, help="peak learning rate (0.004)")
@@ -127,7 +135,16 @@ def parse() -> Options:
     choose("--untied", dest="tied", action="store_false", help="give the head its own weight")
     add("--until", type=int, help="stop after this step, on the way to the last one")
     choose("--log", metavar="FILE", help="write the loss of each step, and a digest of the parameters that it is of")
-    options = Options(**vars(parser.parse_args()))
+    choose("--no-digests", dest="digests", action="store_false", help="of parameters in the log, which take time")
+    choose("--device", choices=("cpu", "cuda"), default="cpu", help="of each rank: on cuda a GPU (cpu)")
+    given = parser.parse_args()
+    if given.verify is None:
+        given.verify = 3 if given.device == "cpu" else 0
+    options = Options(**vars(given))
+    if options.device == "cuda" and options.ranks > torch.cuda.device_count():
+        parser.error(
+            f"--device cuda takes a GPU for each of {options.ranks} ranks: there are {torch.cuda.device_count()}"
+        )
     if options.steps < 2 or options.ranks < 1:
         parser.error("a falling loss takes at least 2 steps and 1 rank")
     if options.ranks % 2 and options.parallel in ("tp", "fsdp-tp", "hsdp", "zero1-tp"):
@@ -144,25 +161,28 @@ def worker(rank: int, options: Options, meeting_point: str) -> bool:
     torch.set_num_threads(1)  # the ranks share the cores
     if options.portable:
         torch.backends.mkldnn.set_flags(_enabled=False)  # it chooses kernels by the processor, whatever it is told
+    place = options.place(rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     dist.init_process_group(
-        "gloo",
+        "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=meeting_point,
         rank=rank,
         world_size=options.ranks,
         timeout=timedelta(minutes=2),
     )
     try:
-        return train(options)
+        return train(options, place)
     finally:
         dist.destroy_process_group()
 
 
-def train(options: Options) -> bool:
+def train(options: Options, place: torch.device) -> bool:
     """Train, and say whether the loss fell and every weight that was verified was equal."""
     begin = time.perf_counter()
     torch.manual_seed(options.seed)  # the same weights on every rank
     config = ModelConfig(tied=options.tied, num_experts=options.experts)
-    model = Decoder(config)
+    model = Decoder(config).to(place)
     parallel = PARALLEL[options.parallel](model)
     parameters = list(model.parameters())
     choice = canzona_compile.hidden_matrices(model, batch_dims=options.optimizer in TAKE_STACKS)
@@ -177,10 +197,10 @@ def train(options: Options) -> bool:
         seed=options.seed,
         part=parallel.data_rank,
     )
-    history, log = History(), LossLog(options.log)
+    history, log = History(), LossLog(options.log, place, options.digests)
     with Display(options.steps, silent=dist.get_rank() != 0) as display:
         for step in range(1, (options.until or options.steps) + 1):
-            loss = parallel.forward(*batches.draw())
+            loss = parallel.forward(*(part.to(place) for part in batches.draw()))
             loss.backward()
             if parallel.zero1 is None:
                 parallel.finish_gradients(parameters)
@@ -194,8 +214,10 @@ def train(options: Options) -> bool:
                 plain.step()
             if step == WARM_UP + 1:
                 optimizer.canzona.measure(MEASURED)
+            finish(place)
             step_begin = time.perf_counter()
             optimizer.step()
+            finish(place)
             seconds = time.perf_counter() - step_begin
             model.zero_grad()
 
@@ -245,6 +267,12 @@ def verdict(plain: PlainOptimizer, history: History) -> str:
     if differing:
         return f"[red]{differing[0]} differs from plain, {len(differing)} in all[/]"
     return f"[green]{plain.num_matrices} matrices and {plain.num_others} others bitwise equal to plain[/]"
+
+
+def finish(place: torch.device) -> None:
+    """Wait for a GPU, so that times are of its work."""
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
 
 
 def average_over_ranks(value: torch.Tensor) -> float:

@@ -35,6 +35,7 @@ SHAPES = ((2 * SIZE, SIZE), (SIZE, 2 * SIZE), (SIZE, SIZE), (2 * SIZE, SIZE))
 EVERY = 4
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.02, weight_decay=0.1),
+    "stacks": lambda params: canzona_compile.optimizers.Muon(params, lr=0.02, weight_decay=0.1),
     "adamw": lambda params: AdamW(params, lr=0.003, weight_decay=0.1, foreach=False),
     "soap": lambda params: SOAP(params, lr=0.003, every=EVERY),
     "shampoo": lambda params: Shampoo(params, lr=0.02, every=EVERY),
@@ -47,7 +48,7 @@ BOUNDS = {("muon", "exact"): 2e-3, ("muon", "fast"): 3e-2, ("soap", "exact"): 2e
 class Steps:
     """A plain optimizer and a wrapped one on equal gradients, which stay where they are."""
 
-    def __init__(self, name: str, shapes: Sequence[tuple[int, int]] = SHAPES, **options: Any) -> None:
+    def __init__(self, name: str, shapes: Sequence[tuple[int, ...]] = SHAPES, **options: Any) -> None:
         self.random = torch.Generator(DEVICE).manual_seed(0)
         values = [torch.randn(shape, device=DEVICE, generator=self.random) for shape in shapes]
         self.plain = MAKERS[name]([torch.nn.Parameter(v.clone()) for v in values])
@@ -155,6 +156,16 @@ def test_another_variant_is_another_recording() -> None:
         seen |= {program.executor.how for program in steps.ours.canzona.session.driver.programs}
     assert "a CUDA graph, recorded once" in seen
     assert steps.apart < BOUNDS["shampoo", "exact"]
+
+
+def test_stacks_of_experts_are_recorded(record_property: Callable[[str, object], None]) -> None:
+    """Each matrix of a stack is stepped as if it were alone."""
+    steps = Steps("stacks", ((4, 2 * SIZE, SIZE), (3, SIZE, 2 * SIZE), (SIZE, SIZE)))
+    for i in range(6):
+        steps.step(lr=0.02 / (1 + i))
+    record_property("relative distance", steps.apart)
+    assert steps.execution == "a CUDA graph, recorded once"
+    assert steps.apart < BOUNDS["muon", "exact"]
 
 
 def test_gradients_that_move_are_recorded_once() -> None:
