@@ -86,6 +86,7 @@ class Options:
     log: str | None
     digests: bool
     portable: bool
+    numerics: str
     device: str
 
     def place(self, rank: int) -> torch.device:
@@ -121,7 +122,7 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = partial(parser.add_argument, metavar="N")
     add("--steps", type=int, default=60, help="training steps (60)")
-    add("--verify", type=int, help="steps that plain optimizers check (3, on GPUs 0)")
+    add("--verify", type=int, help="steps that plain optimizers check (3, or 0 on GPUs and with fast numerics)")
     add("--ranks", type=int, default=4, help="processes to start (4)")
     add("--batch", type=int, default=32, help="sequences per step, over all ranks (32)")
     add("--lr", type=float, default=4e-3, help="peak learning rate (0.004)")
@@ -136,10 +137,11 @@ def parse() -> Options:
     add("--until", type=int, help="stop after this step, on the way to the last one")
     choose("--log", metavar="FILE", help="write the loss of each step, and a digest of the parameters that it is of")
     choose("--no-digests", dest="digests", action="store_false", help="of parameters in the log, which take time")
+    choose("--numerics", choices=("exact", "fast"), default="exact", help="fast rounds in other ways (exact)")
     choose("--device", choices=("cpu", "cuda"), default="cpu", help="of each rank: on cuda a GPU (cpu)")
     given = parser.parse_args()
     if given.verify is None:
-        given.verify = 3 if given.device == "cpu" else 0
+        given.verify = 3 if given.device == "cpu" and given.numerics == "exact" else 0
     options = Options(**vars(given))
     if options.device == "cuda" and options.ranks > torch.cuda.device_count():
         parser.error(
@@ -239,12 +241,11 @@ def train(options: Options, place: torch.device) -> bool:
 
 def make_optimizer(options: Options, model: Decoder, parallel: Parallel) -> Chain:
     """Make one optimizer for the whole model, which computes each hidden matrix on one rank."""
+    how = {**parallel.options, "zero1": parallel.zero1, "numerics": options.numerics}
     if build := BUILDERS.get(options.optimizer):
-        return build(model, options.lr, adamw=OTHERS, zero1=parallel.zero1, **parallel.options)
+        return build(model, options.lr, adamw=OTHERS, **how)
     stacks = options.optimizer in TAKE_STACKS
-    return canzona_compile.optimizer_for(
-        model, *both(options), batch_dims=stacks, zero1=parallel.zero1, **parallel.options
-    )
+    return canzona_compile.optimizer_for(model, *both(options), batch_dims=stacks, **how)
 
 
 def plain_chain(options: Options, matrices: NamedParameters, others: NamedParameters) -> Chain:

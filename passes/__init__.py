@@ -23,6 +23,7 @@ steps of another:
     fuse-collectives   grouped   -> routed     where each value lies in one all-to-all per micro-group and direction
     symmetry           routed    -> routed     which products are computed by half
     padding            routed    -> routed     which matrices are padded, so that rows of their products are aligned
+    widen              routed    -> routed     which bfloat16 products CPUs compute in float32 (fast numerics)
     batch              routed    -> batched    which tasks alike are computed together, and which as stacks
     schedule           batched   -> scheduled  the order of all events, and the memory slots of buffers
     emission: once per lowered step and rank
@@ -60,6 +61,7 @@ from canzona_compile.passes.place import Place
 from canzona_compile.passes.reopen import Reopen
 from canzona_compile.passes.schedule import Schedule
 from canzona_compile.passes.symmetry import Symmetry
+from canzona_compile.passes.widen import Widening
 
 __all__ = [
     "AssignOwners",
@@ -79,6 +81,7 @@ __all__ = [
     "Reopen",
     "Schedule",
     "Symmetry",
+    "Widening",
     "emission_passes",
     "first_step_passes",
     "lowering_passes",
@@ -132,6 +135,7 @@ def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = fr
         FuseCollectives(),
         Symmetry(symmetric),
         Padding(),
+        *([] if exact else [Widening()]),
         Batching(exact=exact),
         Schedule(depth=options.depth if plan is None else plan.depth),
     ]

@@ -16,7 +16,7 @@ from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.analysis.linear_algebra import any_strides, flipped
 from canzona_compile.analysis.newton_schulz import Polynomial, ProductChain, chains, in_float32, normalised
 from canzona_compile.analysis.roofline import product_seconds
-from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
+from canzona_compile.ir.fx_utils import cast, drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.step import Form, Placed, Step, Template
 from canzona_compile.machine.hardware import Hardware, hardware_of
 
@@ -156,13 +156,6 @@ def equal(found: Sequence[Polynomial], steps: Sequence[Polynomial]) -> bool:
         return False
     pairs = [pair for p, own in zip(found, steps, strict=True) for pair in zip_longest(p, own, fillvalue=0.0)]
     return all(math.isclose(x, y, rel_tol=1e-9) for x, y in pairs)
-
-
-def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Insert a cast if the node has another dtype."""
-    if node.meta["val"].dtype == dtype:
-        return node
-    return insert_call(graph, aten._to_copy.default, (node,), {"dtype": dtype})
 
 
 class GramWriter:

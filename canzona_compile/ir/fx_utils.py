@@ -206,6 +206,13 @@ def insert_call(
     return node
 
 
+def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Insert a cast if the node has another dtype."""
+    if node.meta["val"].dtype == dtype:
+        return node
+    return insert_call(graph, aten._to_copy.default, (node,), {"dtype": dtype})
+
+
 def fake_result(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call returns, without computing it: fake tensors, numbers or tuples of these.
 
