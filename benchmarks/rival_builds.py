@@ -294,6 +294,9 @@ def resumed(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str, folde
     if mesh is None:
         return whole, plain
     model, optimizer = build(mesh, rival, layout, shapes)
+    with torch.no_grad():  # before the state: Meta's Shampoo gathers parameters anew when it loads
+        for param, trained in zip(model.parameters(), whole.parameters(), strict=True):
+            param.copy_(like(trained.detach(), param))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.load_state_dict(torch.load(Path(folder) / "state.pt", weights_only=False))
     else:
@@ -303,7 +306,4 @@ def resumed(mesh: DeviceMesh | None, rival: str, layout: str, shapes: str, folde
             optimizer.load_state_dict(part["optimizer"])
         else:
             set_optimizer_state_dict(model, optimizer, part["optimizer"])
-    with torch.no_grad():
-        for param, trained in zip(model.parameters(), whole.parameters(), strict=True):
-            param.copy_(like(trained.detach(), param))
     return model, optimizer
