@@ -13,6 +13,7 @@ from canzona_compile.compat.telling import set_up
 if TYPE_CHECKING:  # `__getattr__` below imports these
     from canzona_compile.api.chain import Chain, chain
     from canzona_compile.api.choice import Choice, hidden_matrices
+    from canzona_compile.api.round_state import round_state
     from canzona_compile.api.whole_model import kl_soap_adamw, muon_adamw, optimizer_for, soap_adamw
     from canzona_compile.api.wrap import explain, unwrap, wrap, wrap_cls
     from canzona_compile.api.wrapped_class import is_wrapped
@@ -60,6 +61,7 @@ __all__ = [
     "muon_adamw",
     "optimizer_for",
     "plan",
+    "round_state",
     "soap_adamw",
     "unwrap",
     "verify",
@@ -71,6 +73,7 @@ __all__ = [
 # Where each public name is. A name is imported when it is first used: DTensors alone take half as long as torch itself,
 # and only some programs need the tools.
 _MODULES = {
+    "api.round_state": ("round_state",),
     "api.whole_model": ("kl_soap_adamw", "muon_adamw", "optimizer_for", "soap_adamw"),
     "api.wrap": ("explain", "unwrap", "wrap", "wrap_cls"),
     "api.wrapped_class": ("is_wrapped",),

@@ -82,6 +82,10 @@ class MayHang(CanzonaWarning):
     """Two NCCL communicators are in use at once, and devices may run their collectives in different orders."""
 
 
+class StateNotPinned(CanzonaWarning):
+    """State in host memory is in pageable memory, so that copies from and to it are slower."""
+
+
 class RoundsOtherwise(CanzonaWarning):
     """Results have the bits of the optimizer with another option, such as foreach=False, or of uncompiled methods."""
 

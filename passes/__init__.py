@@ -6,6 +6,7 @@ steps of another:
     pass               requires  -> ensures    what it decides
     planning: once per set of parameters
     canonicalize       captured  -> captured   one spelling per idiom
+    store-state        captured  -> captured   how leaves of the state are stored between steps
     place              captured  -> placed     what runs on fragments, what on the owner, and what travels
     gram               placed    -> placed     iterations on small Gram matrices (fast numerics)
     assign-owners      placed    -> owned      which rank computes each matrix, or that every rank does
@@ -60,6 +61,7 @@ from canzona_compile.passes.padding import Padding
 from canzona_compile.passes.place import Place
 from canzona_compile.passes.reopen import Reopen
 from canzona_compile.passes.schedule import Schedule
+from canzona_compile.passes.store_state import StoreState
 from canzona_compile.passes.symmetry import Symmetry
 from canzona_compile.passes.widen import Widening
 
@@ -80,6 +82,7 @@ __all__ = [
     "Place",
     "Reopen",
     "Schedule",
+    "StoreState",
     "Symmetry",
     "Widening",
     "emission_passes",
@@ -105,6 +108,7 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
         assign = InheritOwners(owned_as)
     return [
         Canonicalize(),
+        StoreState(options.state),
         Place(exact=exact),
         *([] if exact else [GramIterations()]),
         assign,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from canzona_compile.ir import program_ops
+from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.program import (
     Bytes,
@@ -36,7 +36,7 @@ from canzona_compile.lowering.builder import ProgramBuilder
 from canzona_compile.lowering.elementwise_kernels import Kernels
 from canzona_compile.lowering.memory_plan import RankMemory
 from canzona_compile.lowering.rank_view import GroupView, TaskSegment, runs
-from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
+from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK, STATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class ProgramWriter(ProgramBuilder):
     def write(self, event: Event) -> None:
         actions: dict[Act, Callable[[GroupView], None]] = {
             Act.MEET: self.meet,
+            Act.FETCH: self.fetch,
             Act.PREPARE: self.prepare,
             Act.START_GATHER: lambda g: self.start(g, Phase.GATHER),
             Act.WAIT_GATHER: lambda g: self.finish(g, Phase.GATHER),
@@ -101,6 +102,7 @@ class ProgramWriter(ProgramBuilder):
             Act.START_EXCHANGE: lambda g: self.start(g, Phase.EXCHANGE),
             Act.WAIT_EXCHANGE: lambda g: self.finish(g, Phase.EXCHANGE),
             Act.APPLY: self.apply,
+            Act.STORE: self.store,
         }
         group, self.event = self.views[event.micro_group], event
         with self.on(self.lane(event.act, group)):
@@ -111,6 +113,8 @@ class ProgramWriter(ProgramBuilder):
         without exchanges runs on one stream."""
         if self.step.machine.device == "cpu" or act is Act.MEET:
             return CALLER
+        if act in (Act.FETCH, Act.STORE):
+            return STATE
         received = Phase.GATHER in g.exchanges
         if not g.exchanges or act in (Act.COMPUTE, Act.START_SCATTER) or (act is Act.PREPARE and not received):
             return COMPUTE
@@ -129,6 +133,34 @@ class ProgramWriter(ProgramBuilder):
             self.kernels.launch(f"g{g.group.index}_{stage}")
 
     # -- events ----------------------------------------------------------------------------------
+
+    def fetch(self, g: GroupView) -> None:
+        """Open the stored leaves of a micro-group: those of fragments, and those that this rank has as owner."""
+        for placed, group, names, leaf, where in self.stored(g):
+            self.open_leaf(placed, group, names, leaf, where)
+
+    def store(self, g: GroupView) -> None:
+        """Store the leaves of a micro-group that have new values."""
+        written = {
+            self.leaf(placed, group, names, leaf, where)
+            for placed, group, names, leaf, where in self.stored(g)
+            if leaf in placed.template.writes
+        }
+        for stored, values in self.fetched[g.group.index].items():
+            if values in written:
+                self.call(storage.store, stored, values)
+
+    def stored(self, g: GroupView) -> Iterator[tuple[Placed, int, tuple[str, ...], str, str]]:
+        """The stored leaves of a micro-group that this rank has: the arguments of `leaf`."""
+        for i, own in enumerate(g.segments):
+            for name in (n for n in own.placed.stored if n not in own.placed.resident):
+                yield own.placed, own.group, own.names, name, f"g{g.group.index}_s{i}"
+        cuts = {placed.name: placed for placed in self.step.placed}
+        for b, batch in enumerate(g.group.batches):
+            placed = cuts[batch.placed]
+            for name in placed.resident if batch.owner in (None, g.at) else ():
+                if name in placed.stored:
+                    yield placed, batch.param_group, batch.tasks, name, f"g{g.group.index}_b{b}"
 
     def meet(self, g: GroupView) -> None:
         ranks = self.bind("ranks", Group(g.grid.members()))

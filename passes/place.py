@@ -46,7 +46,7 @@ class Place:
     - The parameter and the gradient are FRAGMENT. The new parameter is too, unless only the owner can compute it.
     - A node may be FRAGMENT only if it is pointwise on values of the parameter's shape. Under exact numerics, the
       bits of an element must also not depend on its position in the tensor.
-    - A state leaf and its new value have the same label.
+    - A state leaf and its new value have the same label. One that only the owner can store is OWNER.
     - Numbers, and 0-d tensors that are made of numbers, are on every rank and never cross.
 
     The pass cuts the variants of one step (a family of templates) together, because their graphs share the state
@@ -150,7 +150,8 @@ class Cutter:
         if value is None or tuple(value.shape) != self.shape:
             return False
         if node.op == "placeholder":
-            return True
+            stored = self.leaf[node].stored
+            return stored is None or not stored.whole
         if not pointwise(node):
             return False
         if self.exact and not placed_equally(node, self.machine, self.kind.aligned):

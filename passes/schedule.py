@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,7 +34,8 @@ class Schedule:
     def __call__(self, step: Step) -> Step:
         meetings = (Event(Act.MEET, group.index) for group in silent(step))
         apart = step.machine.device != "cpu" and self.depth > 1
-        events = (*meetings, *pipelined(step.micro_groups, self.depth, apart))
+        fetching = {group.index for group in step.micro_groups if step.fetches(group)}
+        events = (*meetings, *pipelined(step.micro_groups, self.depth, apart, fetching))
         buffers = plan_buffers(step, events, apart)
         return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
 
@@ -50,14 +51,19 @@ def silent(step: Step) -> Iterator[MicroGroup]:
             yield group
 
 
-def stages(group: MicroGroup, apart: bool = False) -> list[list[Act]]:
+def stages(group: MicroGroup, apart: bool = False, fetching: Collection[int] = ()) -> list[list[Act]]:
     """The events of a micro-group, cut into stages where it may wait for a collective.
 
     Args:
         apart: whether apply runs on another stream than compute. That stream would wait before it unpacks the next
             micro-group.
+        fetching: the micro-groups that fetch state; one that does so on a stream of its own does it a stage earlier.
     """
-    found: list[list[Act]] = [[Act.PREPARE]]
+    fetches = group.index in fetching
+    found: list[list[Act]] = [[Act.FETCH]] if fetches else [[]]
+    if fetches and apart:
+        found.append([])
+    found[-1].append(Act.PREPARE)
     if group.gather:
         found[-1].append(Act.START_GATHER)
         found.append([Act.WAIT_GATHER])
@@ -69,13 +75,17 @@ def stages(group: MicroGroup, apart: bool = False) -> list[list[Act]]:
         if wanted:
             found[-1].append(start)
             found.append([wait])
-    if apart and group.gather and len(found) == 2:
+    if apart and group.gather and len(found) == 2 + fetches:
         found.append([])
     found[-1].append(Act.APPLY)
+    if fetches:
+        found[-1].append(Act.STORE)
     return found
 
 
-def pipelined(groups: tuple[MicroGroup, ...], depth: int, apart: bool = False) -> Iterator[Event]:
+def pipelined(
+    groups: tuple[MicroGroup, ...], depth: int, apart: bool = False, fetching: Collection[int] = ()
+) -> Iterator[Event]:
     """Order the events of all micro-groups: stage j of the i-th micro-group runs at time i + j * (depth - 1).
 
     At equal times, early stages of late micro-groups come first. The next gather thus starts before the computation
@@ -86,10 +96,10 @@ def pipelined(groups: tuple[MicroGroup, ...], depth: int, apart: bool = False) -
     timed = [
         (i + j * lag, j if lag else i, i, j, group.index, stage)
         for i, group in enumerate(remote)
-        for j, stage in enumerate(stages(group, apart))
+        for j, stage in enumerate(stages(group, apart, fetching))
     ]
     for *_, index, stage in sorted(timed, key=lambda t: t[:4]):
         yield from (Event(act, index) for act in stage)
     for group in groups:
         if not group.exchanges:
-            yield from (Event(act, group.index) for stage in stages(group) for act in stage)
+            yield from (Event(act, group.index) for stage in stages(group, fetching=fetching) for act in stage)

@@ -16,6 +16,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.ir.sharding import GivenLayout, LayoutOption
 from canzona_compile.ir.split import Split, splits_of
+from canzona_compile.ir.storage import StateOption, StateRules, rules_of
 from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.ownership import planner_named
 
@@ -47,6 +48,7 @@ class PlanningOptions(TypedDict, total=False):
     depth: int
     planner: str
     alpha: float
+    state: StateOption
 
 
 class StepOptions(PlanningOptions, total=False):
@@ -121,6 +123,12 @@ class Options:
         one_per_matrix: a function that makes an optimizer of the parameters that it gets, such as
             `lambda params: SOAP(params, lr=1e-3)`. Each matrix then has an optimizer object of its own, for optimizers
             that keep on themselves what belongs to a parameter. Hyperparameters are those of the parameter's group.
+        state: how state is stored between steps, in place of the dtype and the device that the optimizer gives it:
+            "int8" (a byte per element, and a scale for each 128 of a row), "bfloat16", "cpu" (host memory), or a dtype
+            and "cpu". A text is for all leaves; "int8" then takes running means of the gradients of matrices, and all
+            other leaves have bfloat16. A dict has texts by patterns of names of leaves, {"momentum_buffer": "int8",
+            "exp_avg*": "bfloat16 cpu"}, of which the first that fits counts. Results have the bits of the plain
+            optimizer whose state `round_state` rounds. Checkpoints hold the plain optimizer's dtypes.
         agreed: no argument: by the global ranks of a grid, the capacity that they chose; empty until they have.
 
     Raises:
@@ -146,6 +154,7 @@ class Options:
     cuda_graphs: bool = True
     audit: int | None = None
     one_per_matrix: Callable[[list[Parameter]], Optimizer] | None = None
+    state: StateRules | None = None
     agreed: tuple[tuple[tuple[int, ...], int], ...] = field(default=(), compare=False)
 
     @property
@@ -179,6 +188,12 @@ class Options:
                 f"one_per_matrix= takes a function of a list of parameters, not a {type(self.one_per_matrix).__name__}",
                 at="the option one_per_matrix",
                 hint="pass one such as lambda params: SOAP(params, lr=1e-3)",
+            )
+        if self.one_per_matrix is not None and self.state is not None:
+            raise CanzonaError(
+                "one_per_matrix= makes optimizer objects that keep their state themselves",
+                at="the option state",
+                hint="pass only one of the two",
             )
         if self.audit is not None and self.numerics != "exact":
             raise CanzonaError(
@@ -232,6 +247,7 @@ def made_options(
         if name in given and not isinstance(given[name], kind):
             raise CanzonaError(f"{name}={given[name]!r} is not {words}", at=f"the option {name}")
     made = {**given, **fixed}
+    made["state"] = rules_of(made.get("state"))
     made["split"], made["layout"] = splits_of(made.get("split")), GivenLayout.of(made.get("layout"))
     if isinstance(rates := made.get("hardware"), str | Path):
         made["hardware"] = named_hardware(str(rates))

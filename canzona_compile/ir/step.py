@@ -22,6 +22,7 @@ from torch import fx
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape
+from canzona_compile.ir.storage import Storage
 from canzona_compile.machine.hardware import Machine
 
 
@@ -57,7 +58,8 @@ class Leaf:
     """An input of a template: the parameter, its gradient, a state leaf or a hyperparameter.
 
     `dtype` is None for python numbers. `stride` is that of a state tensor that is not row-major: operands
-    in columns, as decompositions return them, may give other bits.
+    in columns, as decompositions return them, may give other bits. `stored` is how a state tensor is stored between
+    steps; None if as it is.
     """
 
     role: Role
@@ -65,6 +67,7 @@ class Leaf:
     shape: Shape = ()
     dtype: torch.dtype | None = None
     stride: tuple[int, ...] | None = None
+    stored: Storage | None = None
 
     def blank(self, device: torch.device) -> torch.Tensor:
         """Zeros laid out like the leaf."""
@@ -170,6 +173,12 @@ class Placed:
     def counts(self) -> bool:
         """Whether every rank writes 0-d state, even if its fragment is empty."""
         return any(leaf.name in self.fragment_writes and not leaf.shape for leaf in self.template.state)
+
+    @property
+    def stored(self) -> dict[str, Storage]:
+        """How leaves of its state are stored that are not stored as they are."""
+        leaves = (*self.template.inputs, *self.template.state)
+        return {leaf.name: leaf.stored for leaf in leaves if leaf.stored is not None}
 
     @property
     def owner_writes(self) -> tuple[str, ...]:
@@ -308,6 +317,7 @@ class MicroGroup:
 
 class Act(StrEnum):
     MEET = "meet"  # ranks that no exchange connects make sure that all of them run this step
+    FETCH = "fetch"  # state that is stored in another dtype, or in host memory
     PREPARE = "prepare"
     START_GATHER = "start gather"
     WAIT_GATHER = "wait gather"
@@ -317,6 +327,7 @@ class Act(StrEnum):
     START_EXCHANGE = "start exchange"
     WAIT_EXCHANGE = "wait exchange"
     APPLY = "apply"
+    STORE = "store"  # what was fetched and has a new value
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +400,10 @@ class Step:
 
     def find(self, name: str) -> Task | None:
         return self._by_name.get(name)
+
+    def fetches(self, group: MicroGroup) -> bool:
+        """Whether leaves of a micro-group are stored in another way than steps need them."""
+        return any(self._placed[name].stored for name in {self.task(task).placed for task in group.tasks})
 
     def grid_of(self, group: MicroGroup) -> Grid:
         """The grid that the tasks of a micro-group share."""

@@ -280,7 +280,7 @@ def scheduled(step: Step) -> None:
             raise InvalidStep("it happens twice", at=where)
         at[event.micro_group][event.act] = i
     for group in step.micro_groups:
-        found, expected = at[group.index], list(acts(group))
+        found, expected = at[group.index], list(acts(group, step.fetches(group)))
         if Act.MEET in found and not group.joins(step.grid_of(group)):
             expected.insert(0, Act.MEET)
         for act in expected:
@@ -310,8 +310,10 @@ def meetings(step: Step) -> None:
             )
 
 
-def acts(group: MicroGroup) -> Iterator[Act]:
+def acts(group: MicroGroup, fetches: bool) -> Iterator[Act]:
     """The events of a micro-group, in order."""
+    if fetches:
+        yield Act.FETCH
     yield Act.PREPARE
     if group.gather:
         yield from (Act.START_GATHER, Act.WAIT_GATHER)
@@ -321,6 +323,8 @@ def acts(group: MicroGroup) -> Iterator[Act]:
     if group.exchange:
         yield from (Act.START_EXCHANGE, Act.WAIT_EXCHANGE)
     yield Act.APPLY
+    if fetches:
+        yield Act.STORE
 
 
 def slots(step: Step) -> None:

@@ -6,13 +6,14 @@ import contextlib
 import copy
 import operator
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from canzona_compile.ir import program_ops
+from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.program import (
     Bytes,
     EagerTasks,
@@ -49,6 +50,7 @@ class ProgramBuilder:
         self.collectives = 0
         self.stream = CALLER
         self.event: Event | None = None
+        self.fetched: dict[int, dict[fx.Node, fx.Node]] = defaultdict(dict)  # by micro-group and input, what is open
         self.events: dict[fx.Node, Event] = {}
         self.streams: dict[fx.Node, str] = {}  # the stream of each call
         self.written: dict[fx.Node, list[fx.Node]] = {}  # for some calls, the arguments that they write
@@ -81,8 +83,16 @@ class ProgramBuilder:
             case Role.TASK:
                 return self.bind(f"{where}_tasks", EagerTasks(names))
             case Role.STATE if name in placed.resident:
-                return self.bind(f"{where}_{name}_resident", Residents(name, names))
-        return self.bind(f"{where}_{name}", Fragments(role, name, names))
+                found = self.bind(f"{where}_{name}_resident", Residents(name, names))
+            case _:
+                found = self.bind(f"{where}_{name}", Fragments(role, name, names))
+        return found if self.event is None else self.fetched[self.event.micro_group].get(found, found)
+
+    def open_leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> None:
+        """Open a stored leaf: what `leaf` returns from now on is its values."""
+        stored = self.leaf(placed, group, names, name, where)
+        assert self.event is not None
+        self.fetched[self.event.micro_group][stored] = self.call(storage.fetch, stored)
 
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         """Add the call of a function on the present stream."""

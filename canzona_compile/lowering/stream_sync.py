@@ -20,12 +20,13 @@ from typing import Any
 
 from torch import fx
 
-from canzona_compile.ir import program_ops
+from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.program import Fragments, Input, Residents, StreamSet, View, Views, Whole
 
 CALLER = "caller"  # the stream that is current when the program begins
 COMPUTE = "compute"  # runs matrix products and all other work of owners
 PACK = "pack"  # runs elementwise work, and copies to and from buffers
+STATE = "state"  # fetches and stores state
 
 # These calls index lists or make views on the host. They give a stream nothing to do.
 LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated)
@@ -190,9 +191,9 @@ class Analysis:
                 for kind in (False, True)
             )
             return read, written
-        if node.target in (program_ops.copy, program_ops.start_all_to_all):  # (targets, sources, ...)
+        if node.target in (program_ops.copy, program_ops.start_all_to_all, storage.store):  # (targets, sources, ...)
             return given[1], given[0]
-        if node.target in (program_ops.compact, program_ops.stack, program_ops.spread):
+        if node.target in (program_ops.compact, program_ops.stack, program_ops.spread, storage.fetch):
             return everything, frozenset()
         return everything, everything
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
+from canzona_compile.ir.storage import Stored
 from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.leaves import CONTAINERS
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
@@ -184,7 +185,7 @@ def ids_in(state: Mapping[Any, Any]) -> list[int]:
 def entries(state: Any) -> Iterator[Entry]:
     """The tensors in the containers of a state, and what stands for those of other ranks."""
     for key, value in list(state.items()) if isinstance(state, dict) else list(enumerate(state)):
-        if isinstance(value, Tensor | None):
+        if isinstance(value, Tensor | Stored | None):
             yield state.get if isinstance(state, dict) else state.__getitem__, key, value
         elif isinstance(value, CONTAINERS):
             yield from entries(value)

@@ -29,6 +29,7 @@ from canzona_compile.ir.program import (
 )
 from canzona_compile.ir.program_ops import EagerContext, EagerTask, Watch
 from canzona_compile.ir.step import Role
+from canzona_compile.ir.storage import Stored
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.process_groups import Groups
@@ -40,10 +41,10 @@ from canzona_compile.runtime.timed_program import TimedProgram
 class Tensors(Protocol):
     """Where a program finds its tensors on each step."""
 
-    def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor | Stored:
         """This rank's fragment of a parameter, gradient or state leaf of a task."""
 
-    def resident(self, leaf: str, task: str) -> Tensor:
+    def resident(self, leaf: str, task: str) -> Tensor | Stored:
         """The whole tensor of a state leaf, for a task that this rank owns."""
 
 

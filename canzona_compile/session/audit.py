@@ -18,6 +18,7 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import step_alone, whole_copy
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Task
+from canzona_compile.ir.storage import opened
 from canzona_compile.rehearsal.rehearsal import rehearse_as_now
 from canzona_compile.replica.leaves import write
 from canzona_compile.replica.randomness import draws
@@ -62,7 +63,7 @@ class Audit:
     def _states(self) -> dict[Tensor, dict[str, Any]]:
         """The state of every parameter, with the counters that it has now."""
         found = {
-            key: pytree.tree_map(lambda leaf: leaf, dict(state))  # with its own containers
+            key: pytree.tree_map(opened, dict(state))  # with its own containers
             for key, state in self.optimizer.state.items()
             if isinstance(key, Tensor) and state
         }

@@ -47,11 +47,14 @@ class Cells:
         if bound.kind.maker is not None:
             return self._step_object(task, param, grad), {}
         own = whole_copy(param, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
-        state = self.store.eager_state(task)
+        before = self.store.eager_state(task)
+        state = before if bound.kind.recorder is not None else self.store.unstored(task, before)
         drew = watched(param.device)
         new = step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], own, state)
         if drew():
             self._check_draws(task)
+        if state is not before:
+            self.optimizer.state[bound.param] = self.store.stored(task, state, before)
         return new, state
 
     def _check_draws(self, task: str) -> None:

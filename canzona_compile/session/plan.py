@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.options import Options, capacity_within
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
-from canzona_compile.ir.step import Form, Placed, Step, Task, Template
+from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Task, Template
+from canzona_compile.ir.storage import StateRules, Storage, storable
 from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.passes.stagger import Stagger, stagger
@@ -113,7 +115,7 @@ class Described:
 # -- plans ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The decisions that stay the same until the parameters change.
 
@@ -127,6 +129,7 @@ class Plan:
         views: what shows parameters of the optimizer as those that are in `bound`, each after the view that shows its
             source.
         history: the record of the passes from CAPTURED to OWNED.
+        rules: how users want state to be stored; None for as it is.
     """
 
     bound: dict[str, BoundParam]
@@ -137,10 +140,33 @@ class Plan:
     stagger: Stagger
     views: tuple[ParamView, ...]
     history: PassHistory
+    rules: StateRules | None = None
 
     def placed(self, task: str) -> Placed:
         """Return the placed template of a task."""
         return self.owned.placed_of(self.owned.task(task))
+
+    def leaves(self, task: str) -> tuple[Leaf, ...]:
+        """Return the tensor leaves of the state of a parameter, each with how it is stored."""
+        return with_storage(self.bound[task].kind.state, self.placed(task))
+
+    def storages(self, task: str) -> Callable[[str], Storage | None]:
+        """Return what tells by their names how leaves of a parameter's state are stored that no program works on."""
+        template = self._templates[self.bound[task].kind.template.name]
+        if template.interpreted:
+            return (lambda _: None) if self.rules is None else self.rules.of_eager
+        marked = {leaf.name: leaf.stored for leaf in (*template.inputs, *template.state)}
+        return lambda name: marked.get(name)
+
+    @cached_property
+    def _templates(self) -> dict[str, Template]:
+        return {template.name: template for template in self.owned.templates}
+
+
+def with_storage(leaves: Iterable[Leaf], placed: Placed) -> tuple[Leaf, ...]:
+    """Return leaves of the state with how they are stored."""
+    stored = placed.stored
+    return tuple(replace(leaf, stored=stored.get(leaf.name)) if stored else leaf for leaf in leaves)
 
 
 def taking(owned: Step, assignment: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
@@ -212,6 +238,8 @@ def make_plan(
     """
     tell(f"planning {len(bound)} parameters")
     captured = captured_step(bound, optimizer, options)
+    if options.state is not None and owned_as is None:
+        options.state.check_fit(leaf_names(captured))
     owned, history = run(captured, planning_passes(options, owned_as), observers)
     by_name = {b.task.name: b for b in bound}
     check_pieces(bound, owned)
@@ -225,7 +253,18 @@ def make_plan(
         stagger(owned, variant_periods),
         views_of(bound),
         history,
+        options.state,
     )
+
+
+def leaf_names(captured: Step) -> set[str]:
+    """The leaves of the state that could be stored in another way, by name; those of eager steps are not known."""
+    return {
+        leaf.name
+        for template in captured.templates
+        for leaf in (*template.inputs, *template.state)
+        if leaf.role is Role.STATE and storable(leaf.shape, leaf.dtype)
+    }
 
 
 def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
@@ -262,7 +301,7 @@ def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
         if name not in templates:
             device = bound[task.name].param.device
             spec = ParameterSpec(task.shape, kind.template.dtype, kind.grad_dtype, device)
-            made = interpreted_template(name, spec, "first step: creates the state", kind.state)
+            made = interpreted_template(name, spec, "first step: creates the state", with_storage(kind.state, placed))
             templates[name] = replace(made, resident=placed.resident)
         tasks.append(Task(task.name, task.index, task.param_group, name, task.layout))
     first = Step(Form.CAPTURED, owned.optimizer, owned.machine, tuple(templates.values()), tuple(tasks))

@@ -12,7 +12,7 @@ temporary state of first steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +22,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import portable_of
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Box, Layout, Shape, laid_out_like
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Leaf, Role, Task
+from canzona_compile.ir.storage import Stored, opened, storable
 from canzona_compile.replica.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.replica.raised import first_line
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import BoundParam, Plan
-from canzona_compile.tensors import inner_tensors
+from canzona_compile.tensors import inner_tensors, local_part
 from canzona_compile.views.view import held_part
 
 
@@ -51,14 +53,14 @@ class StateStore:
         self.optimizer, self.plan, self.gradients = optimizer, plan, gradients
         self.groups, self.rank, self.watch = groups, rank, watch
         self.params: dict[str, Tensor] = {t.name: plan.bound[t.name].param for t in plan.owned.tasks}
-        self.fragments: dict[tuple[str, str], Tensor] = {}
-        self.residents: dict[tuple[str, str], Tensor] = {}
+        self.fragments: dict[tuple[str, str], Tensor | Stored] = {}
+        self.residents: dict[tuple[str, str], Tensor | Stored] = {}
         self.initialised: set[str] = set()
         self._scratch: dict[str, dict[str, Any]] = {}  # the state of tasks during their first step
 
     # -- lookups of programs and eager steps ---------------------------------------------------------
 
-    def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor | Stored:
         """Return this rank's fragment of a task's parameter, gradient or state leaf."""
         if role is Role.STATE:
             return self.fragments[task, leaf]
@@ -67,7 +69,7 @@ class StateStore:
         param = self.params[task]
         return param._local_tensor if isinstance(param, DTensor) else param
 
-    def resident(self, leaf: str, task: str) -> Tensor:
+    def resident(self, leaf: str, task: str) -> Tensor | Stored:
         """Return a whole state tensor of a task that this rank owns."""
         return self.residents[task, leaf]
 
@@ -84,7 +86,7 @@ class StateStore:
 
     def leaves(self, task: str) -> tuple[Leaf, ...]:
         """Return the tensor leaves of a task's state."""
-        return self.plan.bound[task].kind.state
+        return self.plan.leaves(task)
 
     def is_resident(self, leaf: Leaf, task: str) -> bool:
         """Tell whether the owner of a task holds the whole tensor of a leaf."""
@@ -119,9 +121,9 @@ class StateStore:
             if not self.is_resident(leaf, name):
                 shape = self._fragment_shape(task, leaf)
                 part = leaf if shape == leaf.shape else replace(leaf, shape=shape, stride=None)
-                self.fragments[name, leaf.name] = part.blank(param.device)
+                self.fragments[name, leaf.name] = kept(leaf, part.blank(param.device))
             elif self.owns(task):
-                self.residents[name, leaf.name] = leaf.blank(param.device)
+                self.residents[name, leaf.name] = kept(leaf, leaf.blank(param.device))
 
     def _box(self, task: Task) -> Box:
         """The region of a task's matrix that this rank holds."""
@@ -137,7 +139,7 @@ class StateStore:
         found: dict[str, Any] = dict(kind.python_state)
         for leaf in self.leaves(name):
             if (name, leaf.name) in self.fragments:
-                found[leaf.name] = like_param(self.fragments[name, leaf.name], bound.param, leaf)
+                found[leaf.name] = shown(self.fragments[name, leaf.name], bound.param, leaf)
             elif (name, leaf.name) in self.residents:
                 found[leaf.name] = self.residents[name, leaf.name]
             else:
@@ -162,7 +164,8 @@ class StateStore:
         This reads values and makes the host wait, so call it when programs are made and not on every step.
         """
         equal: dict[tuple[str, str], bool] = {}
-        for (name, leaf), value in self.residents.items():
+        for (name, leaf), held in self.residents.items():
+            value = opened(held)
             template = self.plan.placed(name).template
             key = template.family or template.name, leaf
             square = value.ndim >= 2 and value.shape[-1] == value.shape[-2]
@@ -184,12 +187,15 @@ class StateStore:
             self.initialised.add(task.name)
             if self.plan.bound[task.name].kind.recorder is None:
                 self._adopt_objects(task, self.optimizer.state[param])
+                self.optimizer.state[param] = self.stored(task.name, self.optimizer.state[param])
                 continue
             for leaf in self.leaves(task.name):
                 self._adopt(task, leaf, self.optimizer.state[param])
         for bound in self.plan.elementwise:
             if isinstance(bound.param, DTensor):
                 self._adopt_elementwise(bound)
+            if state := self.optimizer.state.get(bound.param):
+                self.optimizer.state[bound.param] = self.stored(bound.task.name, state)
 
     def _adopt_elementwise(self, bound: BoundParam) -> None:
         """Turn whole tensors in the state of a DTensor into DTensors, as the optimizer's own step needs them."""
@@ -226,13 +232,13 @@ class StateStore:
         param, key = self.params[task.name], (task.name, leaf.name)
         if not self.is_resident(leaf, task.name):
             local = self._own_fragment(task, leaf, value, param)
-            self.fragments[key] = local
-            write(state, path, like_param(local, param, leaf), structure)
+            held = self.fragments[key] = kept(leaf, local)
+            write(state, path, shown(held, param, leaf), structure)
             return
         whole = strided_like(leaf, self.whole(task, leaf.name, value, leaf.shape))
         if self.owns(task):
-            self.residents[key] = whole
-            write(state, path, whole, structure)
+            held = self.residents[key] = kept(leaf, whole)
+            write(state, path, held, structure)
         else:
             write(state, path, None, structure)
 
@@ -258,8 +264,9 @@ class StateStore:
         bound = self.plan.bound[task.name]
         state: dict[str, Any] = self.optimizer.state.get(bound.param, {})
         if bound.kind.recorder is None:
-            return self._from_owner(task, state)
+            return self._from_owner(task, self.unstored(task.name, state))
         kind = bound.kind
+        state = self.unstored(task.name, state)
         merged: dict[str, Any] = {}
         resident = {leaf.name: leaf for leaf in self.leaves(task.name) if self.is_resident(leaf, task.name)}
         for name, path in kind.paths.items():
@@ -271,7 +278,8 @@ class StateStore:
 
     def _distribute(self, task: Task, leaf: Leaf, bound: BoundParam) -> Tensor:
         grid = task.layout.grid
-        whole = self.residents.get((task.name, leaf.name))
+        held = self.residents.get((task.name, leaf.name))
+        whole = None if held is None else opened(held)
         if grid.size > 1 and task.owner is not None:
             if whole is None:
                 whole = leaf.blank(bound.param.device)
@@ -314,7 +322,48 @@ class StateStore:
         for task in self.plan.owned.tasks:
             if task.name in self.initialised and not self.cleared(task) and (state := self.portable(task)):
                 self.optimizer.state[self.params[task.name]] = state
+        for bound in self.plan.elementwise:
+            if own := self.optimizer.state.get(bound.param):
+                self.optimizer.state[bound.param] = self.unstored(bound.task.name, own)
         self._put_together()
+
+    # -- in another dtype, or in host memory ---------------------------------------------------------
+
+    def stored(self, task: str, state: dict[str, Any], before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return state that no program works on, as it is stored between steps.
+
+        Args:
+            before: what it was before the step, whose memory serves again.
+        """
+        if self.plan.rules is None:
+            return state
+        storage_of, found = self.plan.storages(task), containers(state)
+        for name, path in paths_of(found).items():
+            value = read(found, path)
+            if not isinstance(value, Tensor) or not storable(value.shape, value.dtype):
+                continue
+            old = None if before is None else read(before, path)
+            local = local_part(value)
+            if isinstance(old, Stored) and (old.shape, old.dtype) == (tuple(local.shape), local.dtype):
+                old.close(local)
+                write(found, path, old, found)
+            elif (storage := storage_of(name)) is not None:
+                write(found, path, Stored(storage, local), found)
+        return found
+
+    def unstored(self, task: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state that a step sees: its leaves have their own dtype and device."""
+        if self.plan.rules is None:
+            return state
+        param = self.plan.bound[task].param
+
+        def seen(value: Any) -> Any:
+            if not isinstance(value, Stored):
+                return value
+            local = value.open()
+            return laid_out_like(local, param) if local.shape == local_part(param).shape else local
+
+        return containers(state, seen)
 
     # -- through views -------------------------------------------------------------------------------
 
@@ -346,6 +395,21 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
     finally:
         optimizer.state.clear()
         optimizer.state.update(own)
+
+
+def containers(state: Mapping[str, Any], change: Callable[[Any], Any] = lambda leaf: leaf) -> dict[str, Any]:
+    """Copy the containers of a state, with its leaves or what is made of them."""
+    return {key: pytree.tree_map(change, value) for key, value in state.items()}
+
+
+def kept(leaf: Leaf, value: Tensor) -> Tensor | Stored:
+    """Return a leaf as it is stored between steps."""
+    return value if leaf.stored is None else Stored(leaf.stored, value)
+
+
+def shown(held: Tensor | Stored, param: Tensor, leaf: Leaf) -> Tensor | Stored:
+    """Return what `optimizer.state` shows of a fragment."""
+    return held if isinstance(held, Stored) else like_param(held, param, leaf)
 
 
 def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:

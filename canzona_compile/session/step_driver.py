@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -29,7 +30,7 @@ from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
 from canzona_compile.session.cells import Cells
 from canzona_compile.session.gradients import StepGradients
-from canzona_compile.session.plan import Plan
+from canzona_compile.session.plan import BoundParam, Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey, ProgramMaker
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import (
@@ -39,6 +40,7 @@ from canzona_compile.session.variant_selection import (
     VariantAssignment,
     VariantSelection,
 )
+from canzona_compile.tensors import local_part
 
 log = logging.getLogger(__name__)
 
@@ -306,10 +308,16 @@ class StepDriver:
         shape.
         """
         present = [b for b in self.plan.elementwise if b.task.name in self.gradients.found]
-        if not present:
-            return
-        state = self.optimizer.state
-        twin = make_twin(self.optimizer, {}, [], {b.param: state[b.param] for b in present if b.param in state})
+        parts = [present] if self.plan.rules is None else portions(present, self.maker.options.any_capacity)
+        for part in parts if present else ():
+            self._step_part(part)
+
+    def _step_part(self, present: Sequence[BoundParam]) -> None:
+        """Take the local step of some parameters."""
+        state, store = self.optimizer.state, self.store
+        before = {b.param: state[b.param] for b in present if b.param in state}
+        own = {b.param: store.unstored(b.task.name, before[b.param]) for b in present if b.param in before}
+        twin = make_twin(self.optimizer, {}, [], own)
         groups = sorted({b.param_group for b in present})
         twin.param_groups = [
             {**self.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
@@ -320,7 +328,9 @@ class StepDriver:
         for param, memory in doubles:  # a step that assigns to `.data` moves a double out of the memory of its bucket
             if not isinstance(param, DTensor) and param.data_ptr() != memory.data_ptr():
                 param.data = memory.copy_(param.data)
-        state.update({b.param: twin.state[b.param] for b in present if b.param in twin.state})
+        for b in present:
+            if b.param in twin.state:
+                state[b.param] = store.stored(b.task.name, twin.state[b.param], before.get(b.param))
 
     def _run(self, program: BoundProgram) -> None:
         if self.clock is None:
@@ -347,3 +357,17 @@ class StepDriver:
         """Put the state into portable form, see `StateStore.release`. The memory of programs may serve that."""
         self.forget_programs()
         self.store.release()
+
+
+def portions(bound: Sequence[BoundParam], capacity: int) -> Iterator[list[BoundParam]]:
+    """Divide parameters into portions of at most so many bytes; their state is opened portion by portion."""
+    portion, size = list[BoundParam](), 0
+    for own in bound:
+        nbytes = local_part(own.param).nbytes
+        if portion and size + nbytes > capacity:
+            yield portion
+            portion, size = [], 0
+        portion.append(own)
+        size += nbytes
+    if portion:
+        yield portion

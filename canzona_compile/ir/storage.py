@@ -1,0 +1,244 @@
+"""How leaves of state are stored between steps: in fewer bits, in host memory, or both.
+
+A step works on leaves in their own dtype. Before a micro-group runs, its leaves are opened; afterwards those that it
+wrote are rounded to their storage again. So a run has the bits of the plain optimizer whose state is rounded by
+`rounded` after each step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from canzona_compile.errors import CanzonaError, StateNotPinned, some
+from canzona_compile.ir.layout import Shape
+
+BLOCK = 128  # elements of a row that share a scale
+LARGEST = 127  # of the codes
+CODE_DIGITS = 7  # binary digits of a code
+StateOption: TypeAlias = "str | Mapping[str, str] | None"
+WHERE = "the option state"
+DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where and in which dtype a leaf is stored.
+
+    Attributes:
+        dtype: "int8", "bfloat16", or empty for its own.
+        host: whether it is in host memory.
+        whole: whether only the owner can store it, because a fragment has parts of blocks.
+    """
+
+    dtype: str = ""
+    host: bool = False
+    whole: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.dtype, "cpu" if self.host else "")))
+
+    def shapes(self, shape: Shape, dtype: torch.dtype) -> list[tuple[Shape, torch.dtype]]:
+        """Shapes and dtypes of the tensors that store a leaf of `shape` and `dtype`."""
+        if self.dtype != "int8":
+            return [(shape, DTYPES.get(self.dtype, dtype))]
+        return [(shape, torch.int8), ((*shape[:-1], -(-shape[-1] // BLOCK)), torch.float32)]
+
+    def nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Bytes that a leaf of `shape` and `dtype` takes."""
+        return sum(math.prod(own) * kind.itemsize for own, kind in self.shapes(shape, dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class StateRules:
+    """What users gave as `state=`: storages by patterns of the names of leaves. The first pattern that fits counts.
+
+    Attributes:
+        lenient: whether users gave one text for all leaves. Then "int8" is for running means of gradients of matrices,
+            and everything else has 16 bits.
+    """
+
+    rules: tuple[tuple[str, Storage], ...]
+    lenient: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(f"{pattern}: {storage}" for pattern, storage in self.rules)
+
+    def of(self, leaf: str) -> Storage | None:
+        """The storage of a leaf, by its name; None if it stays as it is."""
+        return next((storage for pattern, storage in self.rules if fnmatchcase(leaf, pattern)), None)
+
+    def of_eager(self, leaf: str) -> Storage | None:
+        """The storage of a leaf of an eager step, of which no graph shows what it does."""
+        found = self.of(leaf)
+        return replace(found, dtype="bfloat16") if found is not None and found.dtype == "int8" else found
+
+    def check_fit(self, leaves: Iterable[str]) -> None:
+        """Raise if a pattern fits none of the leaves of the state."""
+        names = sorted(set(leaves))
+        for pattern, _ in self.rules:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise CanzonaError(
+                    f"{pattern!r} fits no leaf of the state",
+                    at=WHERE,
+                    hint=f"there are {some(names)}" if names else "the optimizer has no state that could be stored",
+                )
+
+
+def rules_of(given: StateOption) -> StateRules | None:
+    """Read what users gave as `state=`."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return StateRules((("*", storage_of(given)),), lenient=True)
+    if not isinstance(given, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in given.items()):
+        raise CanzonaError(
+            f"state={given!r} is neither a text nor texts by patterns of names of leaves",
+            at=WHERE,
+            hint='pass one such as "int8", or {"momentum_buffer": "int8", "exp_avg*": "bfloat16 cpu"}',
+        )
+    return StateRules(tuple((pattern, storage_of(text)) for pattern, text in given.items()))
+
+
+def storage_of(text: str) -> Storage:
+    """Read one storage, such as "int8 cpu"."""
+    words = text.split()
+    dtypes, hosts = [word for word in words if word in DTYPES], words.count("cpu")
+    if not words or len(dtypes) > 1 or hosts > 1 or len(dtypes) + hosts != len(words):
+        raise CanzonaError(f"state: {text!r} is none of 'int8', 'bfloat16', 'cpu', or a dtype and 'cpu'", at=WHERE)
+    return Storage("".join(dtypes), bool(hosts))
+
+
+def storable(shape: Sequence[int], dtype: torch.dtype | None) -> bool:
+    """Can a leaf be stored in another way? Counters and other numbers stay as they are."""
+    return dtype is not None and dtype.is_floating_point and len(shape) > 0
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def encode(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a tensor [..., n] to codes and scales.
+
+    Each block of `BLOCK` elements of a row is scale * code, with codes from -127 to 127, rounded to nearest, ties to
+    even. A scale is the largest magnitude / 127, rounded up to so few digits that scale * code needs no rounding in the
+    dtype of the value. So what `decode` returns has the very codes and scales that it was decoded from. A block with
+    an infinity or a NaN becomes NaN.
+
+    Returns:
+        int8 [..., n], and float32 [..., n / BLOCK] rounded up.
+    """
+    blocks = in_blocks(value.float())
+    scales = with_digits(blocks.abs().amax(-1) / LARGEST, min(24, digits_of(value.dtype)) - CODE_DIGITS)
+    codes = (blocks / scales.unsqueeze(-1)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
+    return codes.flatten(-2)[..., : value.shape[-1]].contiguous(), scales
+
+
+def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor [..., n] that codes and scales stand for."""
+    blocks = in_blocks(codes.float()) * scales.unsqueeze(-1)
+    return blocks.flatten(-2)[..., : codes.shape[-1]].to(dtype)
+
+
+def in_blocks(value: Tensor) -> Tensor:
+    """View or copy [..., n] as [..., blocks, BLOCK], with zeros at the end."""
+    missing = -value.shape[-1] % BLOCK
+    padded = torch.nn.functional.pad(value, (0, missing)) if missing else value.contiguous()
+    return padded.unflatten(-1, (-1, BLOCK)) if padded.shape[-1] else padded.reshape(*padded.shape[:-1], 0, BLOCK)
+
+
+def digits_of(dtype: torch.dtype) -> int:
+    """Binary digits of a float."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
+def with_digits(values: Tensor, digits: int) -> Tensor:
+    """Round positive float32 up to so many binary digits."""
+    low = (1 << (24 - digits)) - 1
+    return ((values.view(torch.int32) + low) & ~low).view(torch.float32)
+
+
+def rounded(value: Tensor, storage: Storage) -> Tensor:
+    """What is left of a leaf that was stored; its own dtype again."""
+    if storage.dtype == "int8":
+        codes, scales = encode(value)
+        return decode(codes, scales, value.dtype)
+    return value.to(DTYPES.get(storage.dtype, value.dtype)).to(value.dtype)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class Stored:
+    """A leaf of state as it is stored. Its memory stays the same for its life, as recorded steps need it.
+
+    Args:
+        value: the leaf, which it keeps nothing of.
+
+    Attributes:
+        tensors: what it is stored in: one tensor, or codes and scales.
+    """
+
+    __slots__ = ("device", "dtype", "shape", "storage", "stride", "tensors")
+
+    def __init__(self, storage: Storage, value: Tensor) -> None:
+        self.storage, self.shape, self.dtype, self.device = storage, tuple(value.shape), value.dtype, value.device
+        self.stride = value.stride()
+        self.tensors = tuple(self._memory(*form) for form in storage.shapes(self.shape, self.dtype))
+        self.close(value)
+
+    def open(self) -> Tensor:
+        """The leaf, in memory of its own on its device."""
+        parts = [tensor.to(self.device, non_blocking=True) for tensor in self.tensors]
+        value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return value.copy_(decode(parts[0], parts[1], self.dtype) if self.storage.dtype == "int8" else parts[0])
+
+    def close(self, value: Tensor) -> None:
+        """Store a new value of the leaf."""
+        parts = encode(value) if self.storage.dtype == "int8" else (value,)
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            tensor.copy_(part, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, wherever it is."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def __repr__(self) -> str:
+        return f"Stored({list(self.shape)}, {self.dtype}, as {self.storage})"
+
+    def _memory(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        if not self.storage.host:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if self.device.type == "cuda":
+            try:
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                warnings.warn(
+                    StateNotPinned(f"host memory for state cannot be pinned, so copies are slower: {error}"),
+                    stacklevel=2,
+                )
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def opened(value: Tensor | Stored) -> Tensor:
+    """A leaf, whether it is stored or not."""
+    return value.open() if isinstance(value, Stored) else value
+
+
+def fetch(stored: Sequence[Stored]) -> list[Tensor]:
+    """Open the leaves of several tasks; a call of programs."""
+    return [own.open() for own in stored]
+
+
+def store(stored: Sequence[Stored], values: Sequence[Tensor]) -> None:
+    """Store new values of leaves; a call of programs."""
+    for own, value in zip(stored, values, strict=True):
+        own.close(value)

@@ -1,0 +1,114 @@
+"""Decide how each leaf of the state is stored between steps, as `state=` asks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from canzona_compile.analysis.leaf_roles import averages, divided_by
+from canzona_compile.capture.eager_parity import needs_whole_matrix
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import Layout
+from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
+from canzona_compile.ir.storage import BLOCK, WHERE, StateRules, Storage, storable
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """Mark each leaf that is stored in another dtype, or in host memory.
+
+    - "int8" is refused for a leaf whose elements the step divides by, or takes roots of, or that it decomposes, and
+      where no graph shows what the step does. If users gave one storage for all leaves, these have 16 bits, as all have
+      that are no running mean of gradients, and those of elementwise optimizers.
+    - A fragment can keep codes if columns are cut at multiples of a block. Otherwise the owner stores the leaf whole.
+    - Numbers, such as counters, stay as they are.
+
+    Attributes:
+        rules: what users asked for; None to mark nothing.
+    """
+
+    rules: StateRules | None
+
+    name: ClassVar[str] = "store-state"
+    requires: ClassVar[Form] = Form.CAPTURED
+    ensures: ClassVar[Form] = Form.CAPTURED
+
+    def __call__(self, step: Step) -> Step:
+        if self.rules is None:
+            return step
+        families: dict[str, list[Template]] = defaultdict(list)
+        for template in step.templates:
+            families[template.kin].append(template)
+        layouts: dict[str, dict[int, Layout]] = defaultdict(dict)
+        for task in step.tasks:
+            layouts[task.template][id(task.layout)] = task.layout
+        codes = [pattern for pattern, storage in self.rules.rules if storage.dtype == "int8"]
+        if codes and not self.rules.lenient:
+            for template in step.templates:
+                if template.interpreted:
+                    raise CanzonaError(
+                        f"state {codes[0]!r} cannot be stored as int8: {template.name} is not captured "
+                        f"({template.interpreted}), so nothing shows whether the step divides by it",
+                        at=WHERE,
+                        hint='store it as "bfloat16"',
+                    )
+        made: dict[str, Template] = {}
+        for family in families.values():
+            own = [layout for template in family for layout in layouts[template.name].values()]
+            storages = {leaf.name: self.storage(leaf, family, own) for leaf in leaves_of(family)}
+            for template in family:
+                made[template.name] = marked(template, storages)
+        return replace(step, templates=tuple(made[template.name] for template in step.templates))
+
+    def storage(self, leaf: Leaf, family: Sequence[Template], layouts: Sequence[Layout]) -> Storage | None:
+        """How a leaf is stored; None if it stays as it is."""
+        assert self.rules is not None
+        found = self.rules.of(leaf.name)
+        if found is None or not storable(leaf.shape, leaf.dtype):
+            return None
+        if found.dtype == "int8" and (why := self._no_codes(leaf, family)):
+            if not self.rules.lenient:
+                raise CanzonaError(
+                    f"state {leaf.name!r} cannot be stored as int8: {why}", at=WHERE, hint='store it as "bfloat16"'
+                )
+            found = replace(found, dtype="bfloat16")
+        if found.dtype == "bfloat16" and leaf.dtype is not None and leaf.dtype.itemsize <= 2:
+            found = replace(found, dtype="")
+        if found.dtype == "int8" and any(cuts_blocks(layout, leaf) for layout in layouts):
+            found = replace(found, whole=True)
+        return found if found.dtype or found.host else None
+
+    def _no_codes(self, leaf: Leaf, family: Sequence[Template]) -> str:
+        """Why a leaf cannot be int8; empty if it can."""
+        assert self.rules is not None
+        if divided_by(family, leaf.name):
+            return "the step divides by it, takes roots of it, or decomposes it, so its smallest elements matter most"
+        if self.rules.lenient and not (averages(family, leaf.name) and any(map(needs_whole_matrix, family))):
+            return "it is no running mean of gradients of a matrix"
+        return ""
+
+
+def leaves_of(family: Sequence[Template]) -> list[Leaf]:
+    """All leaves of the state, by name once."""
+    found = {leaf.name: leaf for t in family for leaf in (*t.inputs, *t.state) if leaf.role is Role.STATE}
+    return list(found.values())
+
+
+def marked(template: Template, storages: dict[str, Storage | None]) -> Template:
+    """The template whose leaves say how they are stored."""
+
+    def with_storage(leaf: Leaf) -> Leaf:
+        return replace(leaf, stored=storages[leaf.name]) if leaf.role is Role.STATE else leaf
+
+    inputs, state = (tuple(map(with_storage, own)) for own in (template.inputs, template.state))
+    return replace(template, inputs=inputs, state=state)
+
+
+def cuts_blocks(layout: Layout, leaf: Leaf) -> bool:
+    """Does a rank hold a part of a block?"""
+    if leaf.shape != layout.shape:
+        return False
+    ends = {end for box in layout.boxes if box.numel for end in (box.start[-1], box.start[-1] + box.size[-1])}
+    return any(end % BLOCK and end != layout.shape[-1] for end in ends)
