@@ -108,7 +108,7 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
         assign = InheritOwners(owned_as)
     return [
         Canonicalize(),
-        StoreState(options.state),
+        StoreState(options.state, complete=owned_as is None),
         Place(exact=exact),
         *([] if exact else [GramIterations()]),
         assign,

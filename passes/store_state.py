@@ -27,9 +27,11 @@ class StoreState:
 
     Attributes:
         rules: what users asked for; None to mark nothing.
+        complete: whether the step has all optimizers, so that every pattern has to fit a leaf.
     """
 
     rules: StateRules | None
+    complete: bool = True
 
     name: ClassVar[str] = "store-state"
     requires: ClassVar[Form] = Form.CAPTURED
@@ -44,16 +46,18 @@ class StoreState:
         layouts: dict[str, dict[int, Layout]] = defaultdict(dict)
         for task in step.tasks:
             layouts[task.template][id(task.layout)] = task.layout
+        eager = next((template for template in step.templates if template.interpreted), None)
         codes = [pattern for pattern, storage in self.rules.rules if storage.dtype == "int8"]
-        if codes and not self.rules.lenient:
-            for template in step.templates:
-                if template.interpreted:
-                    raise CanzonaError(
-                        f"state {codes[0]!r} cannot be stored as int8: {template.name} is not captured "
-                        f"({template.interpreted}), so nothing shows whether the step divides by it",
-                        at=WHERE,
-                        hint='store it as "bfloat16"',
-                    )
+        if eager is not None and codes and not self.rules.lenient:
+            raise CanzonaError(
+                f"state {codes[0]!r} cannot be stored as int8: {eager.name} is not captured, because "
+                f"{eager.interpreted}, so nothing shows whether the step divides by it",
+                at=WHERE,
+                hint='store it as "bfloat16"',
+            )
+        if self.complete and eager is None:
+            leaves = {leaf.name: leaf for leaf in leaves_of(step.templates)}
+            self.rules.check_fit(leaf.name for leaf in leaves.values() if storable(leaf.shape, leaf.dtype))
         made: dict[str, Template] = {}
         for family in families.values():
             own = [layout for template in family for layout in layouts[template.name].values()]

@@ -107,6 +107,7 @@ def plan_model(
     owned, _ = run(joined(parts), planning_passes(options[0]))
     check_pieces([b for found in bound for b in found.values()], owned)
     elementwise = {task.name for task in owned.elementwise}
+    check_slices(owned)
     whole = {
         name
         for own, capture in zip(bound, captures, strict=True)
@@ -118,6 +119,20 @@ def plan_model(
     if (plan := options[0].plan) is not None:
         plan.check_followed(made.scheduled(options[0]))
     return made
+
+
+def check_slices(owned: Step) -> None:
+    """Refuse codes for elementwise updates: ranks own slices of these parameters, which have parts of blocks."""
+    templates = {template.name: template for template in owned.templates}
+    for task in owned.elementwise:
+        for leaf in templates[task.template].state:
+            if leaf.stored is not None and leaf.stored.dtype == "int8":
+                raise CanzonaError(
+                    f"state {leaf.name!r} cannot be stored as int8 under zero1: ranks own slices of parameters whose "
+                    "update is elementwise, which cut blocks",
+                    at=task.name,
+                    hint='store it as "bfloat16"',
+                )
 
 
 def in_model_order(

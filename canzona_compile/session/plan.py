@@ -17,8 +17,8 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.options import Options, capacity_within
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
-from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Task, Template
-from canzona_compile.ir.storage import StateRules, Storage, storable
+from canzona_compile.ir.step import Form, Leaf, Placed, Step, Task, Template
+from canzona_compile.ir.storage import StateRules, Storage
 from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.passes.stagger import Stagger, stagger
@@ -238,8 +238,6 @@ def make_plan(
     """
     tell(f"planning {len(bound)} parameters")
     captured = captured_step(bound, optimizer, options)
-    if options.state is not None and owned_as is None:
-        options.state.check_fit(leaf_names(captured))
     owned, history = run(captured, planning_passes(options, owned_as), observers)
     by_name = {b.task.name: b for b in bound}
     check_pieces(bound, owned)
@@ -255,16 +253,6 @@ def make_plan(
         history,
         options.state,
     )
-
-
-def leaf_names(captured: Step) -> set[str]:
-    """The leaves of the state that could be stored in another way, by name; those of eager steps are not known."""
-    return {
-        leaf.name
-        for template in captured.templates
-        for leaf in (*template.inputs, *template.state)
-        if leaf.role is Role.STATE and storable(leaf.shape, leaf.dtype)
-    }
 
 
 def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:

@@ -16,7 +16,7 @@ from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.passes import planning_passes
 from canzona_compile.session.bind import Binder
-from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, leaf_names, lower
+from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.session.variant_selection import Ranks
 
@@ -88,10 +88,8 @@ class Siblings:
             numbered = [replace(b, task=replace(b.task, index=count + b.task.index)) for b in found]
             parts.append(captured_step(numbered, plain_class(session.optimizer).__name__, session.options))
             count += len(found)
-        options, together = own.options, joined(parts)
-        if options.state is not None:
-            options.state.check_fit(leaf_names(together))
-        owned, _ = run(together, planning_passes(options))
+        options = own.options
+        owned, _ = run(joined(parts), planning_passes(options))
         self._owned = replace(owned, tasks=tuple(placed_as(t, kept.get(t.name, t)) for t in owned.tasks))
         self._names = [[b.task.name for b in found if self._owned.find(b.task.name)] for found in every]
         check_pieces([b for found in every for b in found], self._owned)

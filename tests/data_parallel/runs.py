@@ -153,6 +153,8 @@ def compare(
         for one, two in zip(plain.parameters(), model.parameters(), strict=True):
             one.copy_(full(two))
     expected = MAKERS[make](plain)  # before DDP, which asks which parameters are trained
+    for own in expected if "state" in options else ():
+        canzona_compile.round_state(own, options["state"])
     trained = [param for param in plain.parameters() if param.requires_grad]
     for one, two in zip(twin.parameters(), model.parameters(), strict=True):
         one.requires_grad_(two.requires_grad)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon, Shampoo
 from canzona_compile.optimizers import Muon as StackMuon
+from tests.data_parallel.runs import alone, compare
 from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import full
 from tests.harness.pairs import Pair
@@ -28,6 +31,7 @@ MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
 INT8 = {"momentum_buffer": "int8"}
 MEANS = {"momentum_buffer": "int8", "second_moment": "bfloat16 cpu"}
 ADAM = {"exp_avg": "int8 cpu", "exp_avg_sq": "bfloat16"}
+FLOAT = torch.float32
 SHAPES = ((12, 200), (200, 12), (6, 6))
 STACKS = ((4, 6, 130), (6, 8))
 # Of (6, 256), two ranks cut columns between blocks; of (8, 200) within one, so that the owner stores them.
@@ -77,3 +81,20 @@ def test_the_bits_of_rounded_state(name: str, state: Any, shapes: Any, case: Cas
         assert trained(name, state, shapes, case) == []
         return
     assert run(case.world, trained, name, state, shapes, case) == [[]] * case.world
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("make", "state", "options"),
+    [
+        ("muon and adamw", {"momentum_buffer": "int8", "exp_avg*": "bfloat16"}, {}),
+        full("muon and adamw", "cpu", {"gather": "forward"}),
+        full("soap", "bfloat16 cpu", {"gather": "forward"}),
+        full("shampoo", {"momentum_buffer": "int8", "*": "bfloat16"}, {}),
+    ],
+)
+def test_under_zero1(make: str, state: Any, options: dict[str, Any]) -> None:
+    found = run(
+        2, compare, make, 5, ddp=True, bucket_bytes=40_000, state=state, after=partial(alone, make, FLOAT), **options
+    )
+    assert found == [[], []]
