@@ -10,6 +10,7 @@ operator's result (a fake tensor or a symbolic number), is the only meta entry t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
@@ -22,7 +23,7 @@ from torch import fx
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape
-from canzona_compile.ir.storage import Storage
+from canzona_compile.ir.storage import BLOCK, Storage
 from canzona_compile.machine.hardware import Machine
 
 
@@ -68,6 +69,18 @@ class Leaf:
     dtype: torch.dtype | None = None
     stride: tuple[int, ...] | None = None
     stored: Storage | None = None
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an element, or of a number, as it is stored; codes with their share of a scale."""
+        if self.stored is not None:
+            return self.stored.nbytes((BLOCK,), self.dtype or torch.float32) / BLOCK
+        return self.dtype.itemsize if self.dtype else 8
+
+    def nbytes(self, shape: Shape) -> float:
+        """Bytes of a tensor of `shape` that is stored as the leaf is."""
+        whole = None if self.stored is None or self.dtype is None else self.stored.nbytes(shape, self.dtype)
+        return math.prod(shape) * self.element_bytes if whole is None else whole
 
     def blank(self, device: torch.device) -> torch.Tensor:
         """Zeros laid out like the leaf."""

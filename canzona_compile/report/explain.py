@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
+from canzona_compile.ir.storage import Storage
 from canzona_compile.report.page import PageModel, PageTable, Words, note
 from canzona_compile.report.printable import Printable
 from canzona_compile.report.units import format_shape
@@ -134,20 +135,37 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
     for name, bound in plan.bound.items():
         reason, shape = bound.kind.template.interpreted, bound.task.shape
         if name not in owned:
-            yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
+            local = "elementwise: each rank updates its fragment"
+            yield ExplainedParameter(name, shape, "local", local + stored_as(plan, bound))
         elif bound.kind.maker is not None:
             yield ExplainedParameter(name, shape, "eager", reason, cell="own object")
         elif reason:
             yield ExplainedParameter(name, shape, "eager", f"matrix by matrix, because {reason}", cell="matrix")
         else:
             rank, why = place_of(owned[name])
-            yield ExplainedParameter(name, shape, "compiled", why + way_of(bound), rank)
+            yield ExplainedParameter(name, shape, "compiled", why + way_of(bound) + stored_as(plan, bound), rank)
 
 
 def way_of(bound: BoundParam) -> str:
     """Say how a parameter was captured, if not by Dynamo, and why not."""
     recorder = bound.kind.recorder
     return "" if recorder is None or not recorder.why else f"; captured by {recorder.way}, because {recorder.why}"
+
+
+def stored_as(plan: Plan, bound: BoundParam) -> str:
+    """Say which leaves of the state are stored in another way, and how."""
+    storage_of = plan.storages(bound.task.name)
+    found = names_by_storage((leaf.name, storage_of(leaf.name)) for leaf in bound.kind.state)
+    return "".join(f"; {', '.join(names)} stored as {storage}" for storage, names in found.items())
+
+
+def names_by_storage(leaves: Iterable[tuple[str, Storage | None]]) -> dict[str, list[str]]:
+    """The names of leaves by the words for how they are stored."""
+    found: dict[str, list[str]] = {}
+    for name, storage in leaves:
+        if storage is not None:
+            found.setdefault(str(storage), []).append(name)
+    return found
 
 
 def place_of(task: Task) -> tuple[int | None, str]:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step, Task
+from canzona_compile.ir.storage import Stored
 from canzona_compile.ownership.jobs import Job, loads, makespan
 from canzona_compile.ownership.lpt import LptSwap
+from canzona_compile.replica.leaves import state_leaves
 from canzona_compile.report.explain import bits_of
-from canzona_compile.report.schema import BufferMemory, Facts, LocalTask, ProfileReport
+from canzona_compile.report.schema import BufferMemory, Facts, LocalTask, ProfileReport, StateFigure
 from canzona_compile.report.units import format_flops, plural
 from canzona_compile.session.measuring import both_measured
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram
 from canzona_compile.session.session import Session
+from canzona_compile.tensors import local_part
 
 
 def facts_of(session: Session) -> Facts:
@@ -49,6 +54,7 @@ def facts_of(session: Session) -> Facts:
         execution=driver.last.executor.how,
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,
         measurement=session.measuring.found,
+        state=state_figures(session) if plan.rules is not None else (),
     )
 
 
@@ -61,12 +67,29 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
         local=tuple(task for own in every for task in own.local),
         fallbacks={name: why for own in every for name, why in own.fallbacks.items()},
         bits=tuple(said for own in every for said in own.bits),
+        state=tuple(figure for own in every for figure in own.state),
         suggestions=tuple(dict.fromkeys(said for own in every for said in own.suggestions)),
         variants=sum(own.variants for own in every),
         rank_programs=sum(own.rank_programs for own in every),
         memory=BufferMemory(sum(own.memory.buffers for own in every), max(own.memory.first_buffers for own in every)),
         measurement=reduce(both_measured, (own.measurement for own in every)),
     )
+
+
+def state_figures(session: Session) -> tuple[StateFigure, ...]:
+    """Sum up the leaves of the state on this rank by name, and by how they are stored."""
+    found: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for state in session.optimizer.state.values():
+        for name, value in state_leaves(state):
+            if not isinstance(value, Tensor | Stored):
+                continue
+            own = value if isinstance(value, Stored) else local_part(value)
+            how = str(own.storage) if isinstance(own, Stored) else ""
+            row = found[name, str(own.dtype).removeprefix("torch."), how]
+            row[0] += 1
+            row[1] += own.nbytes
+            row[2] += math.prod(own.shape) * own.dtype.itemsize
+    return tuple(StateFigure(*key, *row) for key, row in sorted(found.items()))
 
 
 def with_matrices(sessions: Sequence[Session]) -> Session:

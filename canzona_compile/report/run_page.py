@@ -31,6 +31,7 @@ from canzona_compile.report.sections import (
     names_by_reason,
     rates_label,
     rates_text,
+    state_section,
     task_section,
 )
 from canzona_compile.report.units import (
@@ -74,6 +75,7 @@ def run_page(report: RunReport) -> PageModel:
             Section("Schedule", tuple(schedule(report)), simulated_rank(report)),
             profile_section(report.profile, timed=report.predicted_seconds is not None),
             Section("Memory", bullets(memory_sentences(report)), "in addition to parameters, gradients and state"),
+            state_section(report.state),
             bucket_section(report.data_parallel),
             group_section(report.micro_groups),
             task_section(report.tasks),

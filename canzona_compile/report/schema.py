@@ -97,6 +97,23 @@ class MeasuredReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StateFigure:
+    """Leaves of the state on this rank that have one name and are stored in one way.
+
+    Attributes:
+        stored: "int8", "bfloat16", "cpu", or a dtype and "cpu"; empty for as the optimizer has it.
+        bytes: that they take; `plain_bytes` is what they would take in their own dtype.
+    """
+
+    leaf: str
+    dtype: str
+    stored: str
+    tensors: int
+    bytes: int
+    plain_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunFigures:
     """The figures of a run that its step does not contain.
 
@@ -109,6 +126,7 @@ class RunFigures:
         capacity: the most bytes that a micro-group gathers to one rank, unless a matrix alone is larger.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
+        state: the leaves of the state on this rank, if `state=` is given.
     """
 
     world_size: int = 1
@@ -124,6 +142,7 @@ class RunFigures:
     memory: BufferMemory = field(default_factory=BufferMemory)
     execution: str = ""
     profile: ProfileReport | None = None
+    state: tuple[StateFigure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from canzona_compile.report.schema import (
     GroupReport,
     LoadReport,
     MeasuredReport,
+    StateFigure,
     TaskReport,
     TemplateReport,
 )
@@ -273,6 +274,19 @@ def cost_section(found: Sequence[TemplateReport], more: Mapping[str, Sequence[fl
         ),
         "FLOPs of one m x n matrix, and the bytes sent for it",
     )
+
+
+def state_section(found: Sequence[StateFigure]) -> Section:
+    """List the leaves of the state on this rank, with how they are stored and what that takes."""
+    if not found:
+        return Section("State", ())
+    rows = tuple(
+        (own.leaf, format_dtype(own.dtype), own.stored or "-", own.tensors, own.bytes, own.plain_bytes) for own in found
+    )
+    headers = ("leaf", "dtype", "stored as", "tensors:n", "bytes:B", "in its own dtype:B")
+    saved = sum(own.bytes for own in found), sum(own.plain_bytes for own in found)
+    words = f"on this rank: {format_bytes(saved[0])} in place of {format_bytes(saved[1])}"
+    return Section("State", (PageTable(headers, rows),), words)
 
 
 def formula(template: TemplateReport) -> str:

@@ -136,7 +136,8 @@ class Player:
         self.operations[rank].append(operation)
 
     def work(self, event: Event, own: GroupTraffic) -> None:
-        seconds = {Act.PREPARE: own.prepare, Act.COMPUTE: own.compute, Act.APPLY: own.apply}[event.act].tolist()
+        phases = {Act.FETCH: own.fetch, Act.PREPARE: own.prepare, Act.APPLY: own.apply, Act.STORE: own.store}
+        seconds = phases.get(event.act, own.compute).tolist()
         act, computed = str(event.act), own.computed if event.act is Act.COMPUTE else {}
         everywhere = tuple(computed.get((-1, -1), ()))
         for r, row in enumerate(own.grid.ranks):

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from canzona_compile.analysis.roofline import GraphTime, PlacedTime
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import is_operator
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
+from canzona_compile.ir.step import Leaf, MicroGroup, Phase, Placed, Step, Task, Wire
 from canzona_compile.lowering.batch_graph import LoopOver, product
 from canzona_compile.machine.hardware import Hardware
 
@@ -57,6 +57,7 @@ class GroupTraffic:
     """The traffic of one micro-group.
 
     Attributes:
+        fetch, store: seconds of opening stored state, and of storing it.
         prepare, compute, apply: seconds of a rank's processor, packing and unpacking included.
         ends: the bytes of each of its exchanges.
         gathered: bytes of the whole values that each rank assembles.
@@ -69,6 +70,8 @@ class GroupTraffic:
     apply: Floats
     ends: dict[Phase, Ends]
     gathered: Floats
+    fetch: Floats
+    store: Floats
     computed: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -82,7 +85,8 @@ def traffic(
     shape = (grid.replicas, grid.shards)
     nodes = np.array(grid.ranks) // hardware.ranks_per_node
     ends = {e.phase: Ends.none(shape) for e in group.exchanges}
-    made = GroupTraffic(grid, np.zeros(shape), np.zeros(shape), np.zeros(shape), ends, np.zeros(shape))
+    prepare, compute, apply, gathered, fetch, store = (np.zeros(shape) for _ in range(6))
+    made = GroupTraffic(grid, prepare, compute, apply, ends, gathered, fetch, store)
     launches = Launches(step, group, times, hardware)
     scattered = np.zeros(shape)  # bytes of updates that a rank has for the other replicas
     moved = Moved(shape)
@@ -93,6 +97,12 @@ def traffic(
         made.apply += share * (time.apply.seconds + 2 * time.kept / hardware.bandwidth)
         up, down = boxes.bytes(task, cut.gather), boxes.bytes(task, cut.scatter)
         owner = task.owner
+        for leaf in stored_leaves(cut):
+            seconds = opening(leaf, hardware)
+            at: Any = (slice(None) if owner is None else owner) if leaf.name in cut.resident else slice(None)
+            part = 1.0 if leaf.name in cut.resident else share
+            made.fetch[at] += part * seconds
+            made.store[at] += part * seconds * (leaf.name in cut.template.writes)
         if owner is None and grid.shards > 1 and time.turned:  # the rank copies strided parts before it uses them
             made.apply += share * (time.turned + 2 * time.scattered / hardware.bandwidth)
         made.computed[owner or (-1, -1)].append(task.name)
@@ -122,6 +132,24 @@ def traffic(
         made.prepare += len(tasks) * hardware.host
     made.apply += launches.apply(tasks)
     return made
+
+
+# Bytes per second between the memory of a GPU and of its host: PCIe 5.0 with 16 lanes, of 64 GB/s by its standard.
+HOST_LINK = 55e9
+
+
+def stored_leaves(cut: Placed) -> list[Leaf]:
+    """The leaves of a cut's state that are stored in another way than its step needs them."""
+    leaves = {leaf.name: leaf for leaf in (*cut.template.inputs, *cut.template.state)}
+    return [leaf for leaf in leaves.values() if leaf.stored is not None]
+
+
+def opening(leaf: Leaf, hardware: Hardware) -> float:
+    """Return the seconds of opening a whole leaf, or of storing it; copies from the host are not taken to overlap."""
+    assert leaf.stored is not None and leaf.dtype is not None
+    own, whole = leaf.nbytes(leaf.shape), math.prod(leaf.shape) * leaf.dtype.itemsize
+    seconds = (own + whole) / hardware.bandwidth + hardware.launch
+    return seconds + (own / HOST_LINK if leaf.stored.host and hardware.device == "cuda" else 0.0)
 
 
 class Boxes:

@@ -24,7 +24,7 @@ from canzona_compile.tools.planning.weights import Model, from_shapes
 FORMATS = ("table", "json", "html", "perfetto", "markdown")  # all but the first have a method of `OfflinePlan` each
 PASSED_ON = (  # arguments of `plan` that are options of the same name
     *("mesh", "optimizer", "hardware", "split", "strategy", "capacity", "micro_groups", "depth", "numerics"),
-    *("updates", "bucket_bytes", "tokens", "gather", "rank"),
+    *("state", "updates", "bucket_bytes", "tokens", "gather", "rank"),
 )
 
 
@@ -79,6 +79,12 @@ def add_arguments_of_the_step(parser: ArgumentParser) -> None:
     add("--depth", type=int, default=2, metavar="N", help="micro-groups in flight (%(default)s)")
     add("--numerics", choices=get_args(Numerics), default="exact", help="numerics of the step (%(default)s)")
     add(
+        "--state",
+        type=parse_state,
+        metavar="HOW",
+        help="how state is stored: int8, bfloat16, cpu, or leaf=how,leaf=how (default: as the optimizer has it)",
+    )
+    add(
         "--updates",
         choices=get_args(Updates),
         default="ddp",
@@ -92,6 +98,11 @@ def add_arguments_of_the_step(parser: ArgumentParser) -> None:
     add("--no-alternatives", action="store_true", help="do not compare with simpler plans")
     add("--format", choices=FORMATS, default="table", help="output format (%(default)s)")
     add("-o", "--output", metavar="FILE", help="write to this file instead of standard output")
+
+
+def parse_state(text: str) -> str | dict[str, str]:
+    """Read one storage, or several by patterns of names of leaves: "momentum_buffer=int8,exp_avg*=bfloat16 cpu"."""
+    return dict(part.split("=", 1) for part in text.split(",")) if "=" in text else text
 
 
 def run(given: Namespace) -> int:

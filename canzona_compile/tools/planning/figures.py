@@ -127,7 +127,8 @@ class MemoryForecast:
     """Bytes on the rank that needs most.
 
     Attributes:
-        state: optimizer state on fragments and on owners.
+        state: optimizer state on fragments and on owners, but for what is in host memory.
+        state_host: optimizer state in host memory.
         state_replicated: if every rank kept the whole state of the matrices of its grid.
     """
 
@@ -135,6 +136,7 @@ class MemoryForecast:
     one_group: int
     state: int
     state_replicated: int
+    state_host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ class LocalForecast:
 
     Attributes:
         most: elements on the rank that has most of them.
-        state: bytes of optimizer state on the rank that has most.
+        state: bytes of optimizer state on the rank that has most, but for what is in host memory.
+        state_host: bytes of optimizer state in host memory.
         seconds: of their update on the rank that takes longest, without launches; they are not in the simulated step.
     """
 
@@ -153,6 +156,7 @@ class LocalForecast:
     most: int
     state: int
     seconds: float
+    state_host: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

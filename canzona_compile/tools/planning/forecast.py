@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from canzona_compile.analysis.flops import flops_of, symbolic_bytes
@@ -161,18 +161,23 @@ def template_cost(placed: Placed, tasks: Sequence[Task], request: Request) -> Te
 
 def memory_forecast(step: Step, request: Request, simulation: Simulation) -> MemoryForecast:
     one, _ = run(step, relowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
-    state, everywhere = state_bytes(step, step.tasks)
+    held, everywhere = held_state(step, step.tasks)
     return MemoryForecast(
         buffers=max((r.peak for r in simulation.ranks), default=0),
         one_group=max((r.peak for r in simulate(one, request.hardware).ranks), default=0),
-        state=state,
-        state_replicated=everywhere,
+        state=most(own for own, _ in held.values()),
+        state_host=most(own for _, own in held.values()),
+        state_replicated=most(everywhere.values()),
     )
 
 
-def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Count the bytes of state on the rank that holds most: as planned, and if each rank held all state of its grid."""
-    held: dict[int, float] = defaultdict(float)
+def held_state(step: Step, tasks: Sequence[Task]) -> tuple[dict[int, tuple[float, float]], dict[int, float]]:
+    """Count the bytes of state by rank.
+
+    Returns:
+        Those on its device and in host memory, as planned; and those if each rank held all state of its grid.
+    """
+    held: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     everywhere: dict[int, float] = defaultdict(float)
     placed = {p.name: p for p in step.placed}
     alike: dict[tuple[int, str], list[Task]] = defaultdict(list)  # by layout and cut
@@ -180,25 +185,30 @@ def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
         alike[id(task.layout), task.placed].append(task)
     for (_, name), same_kind in alike.items():
         cut, layout = placed[name], same_kind[0].layout
-        sizes = {leaf: math.prod(leaf.shape) * size for leaf, size in state_leaves(cut.template)}
-        resident = sum(size for leaf, size in sizes.items() if leaf.name in cut.resident)
-        spread = sum(n for leaf, n in sizes.items() if leaf.name not in cut.resident and leaf.shape == layout.shape)
-        same = sum(sizes.values()) - resident - spread
-        numel = max(1, math.prod(layout.shape))
-        for s, box in enumerate(layout.boxes):
-            for row in layout.grid.ranks:
-                held[row[s]] += len(same_kind) * (spread * box.numel / numel + same)
-                everywhere[row[s]] += len(same_kind) * sum(sizes.values())
-        for task in same_kind if resident else ():
-            for rank in task.ranks:
-                held[rank] += resident
-    return int(max(held.values(), default=0)), int(max(everywhere.values(), default=0))
+        for leaf in state_leaves(cut.template):
+            place = int(leaf.stored is not None and leaf.stored.host)
+            whole, spread = leaf.nbytes(leaf.shape), leaf.shape == layout.shape
+            for s, box in enumerate(layout.boxes):
+                own = 0.0 if leaf.name in cut.resident else leaf.nbytes(box.size) if spread else whole
+                for row in layout.grid.ranks:
+                    held[row[s]][place] += len(same_kind) * own
+                    everywhere[row[s]] += len(same_kind) * whole
+            for task in same_kind if leaf.name in cut.resident else ():
+                for rank in task.ranks:
+                    held[rank][place] += whole
+    return {rank: (device, host) for rank, (device, host) in held.items()}, everywhere
+
+
+def most(sizes: Iterable[float]) -> int:
+    """The largest of some numbers of bytes."""
+    return int(max(sizes, default=0))
 
 
 def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
     own = request.options
     names = ("strategy", "planner", "alpha", "capacity", "micro_groups", "depth", "numerics")
     given = {name: getattr(own, name) for name in names}
+    given |= {} if own.state is None else {"state": own.state}
     given |= {"micro_groups": own.micro_groups or "chosen", "updates": request.updates}
     if request.zero1:
         given |= {"bucket_bytes": request.bucket_bytes, "tokens": request.tokens, "gather": request.gather}

@@ -26,17 +26,19 @@ def local_forecast(begun: Captured, owned: Step, buckets: Sequence[Bucket], hard
     tasks = {task.name: task for task in owned.elementwise}
     if not tasks:
         return None
-    templates = {t.name: t for t in begun.step.templates}
+    templates = {t.name: t for t in owned.templates}
     kinds = {name: templates[task.template] for name, task in tasks.items()}
     per_element = {t.name: graph_time(t.graph, hardware).seconds / max(1, math.prod(t.shape)) for t in kinds.values()}
-    held: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    held: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0])
     for name, rank, count in updated(tasks, buckets):
-        shared, alone = state_bytes(kinds[name])
         own = held[rank]
         own[0] += count
-        own[1] += count * shared + (alone if count else 0)
         own[2] += count * per_element[kinds[name].name]
-    elements, state, seconds = (max((own[i] for own in held.values()), default=0) for i in range(3))
+        for leaf in state_leaves(kinds[name]) if count else ():
+            shared = leaf.shape == kinds[name].shape and leaf.shape
+            host = leaf.stored is not None and leaf.stored.host
+            own[3 if host else 1] += count * leaf.element_bytes if shared else leaf.nbytes(leaf.shape)
+    elements, state, seconds, in_host = (max((own[i] for own in held.values()), default=0) for i in range(4))
     return LocalForecast(
         tuple(kind for kind, names in begun.members if names & tasks.keys()),
         len(tasks),
@@ -44,6 +46,7 @@ def local_forecast(begun: Captured, owned: Step, buckets: Sequence[Bucket], hard
         int(elements),
         int(state),
         seconds,
+        int(in_host),
     )
 
 
@@ -61,18 +64,6 @@ def updated(tasks: Mapping[str, Task], buckets: Sequence[Bucket]) -> Iterator[tu
             yield from ((name, rank, box.numel) for rank, box in zip(row, task.layout.boxes, strict=True))
 
 
-def state_bytes(template: Template) -> tuple[int, int]:
-    """Bytes of state for each element of the parameter, and those that do not depend on its size."""
-    shared = alone = 0
-    for leaf, size in state_leaves(template):
-        if leaf.shape == template.shape and leaf.shape:
-            shared += size
-        else:
-            alone += size * math.prod(leaf.shape)
-    return shared, alone
-
-
-def state_leaves(template: Template) -> list[tuple[Leaf, int]]:
-    """The leaves of a template's state, each with the bytes of one of its elements, or of a number."""
-    leaves = template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)
-    return [(leaf, leaf.dtype.itemsize if leaf.dtype else 8) for leaf in leaves]
+def state_leaves(template: Template) -> tuple[Leaf, ...]:
+    """The leaves of a template's state."""
+    return template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)

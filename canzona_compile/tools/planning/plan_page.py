@@ -144,7 +144,7 @@ def alone(forecast: Forecast) -> Iterator[Paragraph]:
         f"{' and '.join(own.optimizers)}: {plural(own.parameters, 'parameter')}, {format_count(own.elements)} elements"
     )
     yield note(
-        f"on the rank with most: {format_count(own.most)} elements, state {format_bytes(own.state)}, "
+        f"on the rank with most: {format_count(own.most)} elements, state {state_text(own.state, own.state_host)}, "
         f"{format_seconds(own.seconds)} after the matrices, which the predicted step leaves out"
     )
 
@@ -253,7 +253,7 @@ def memory(forecast: Forecast) -> Iterator[Block]:
     """Compare the bytes of the plan with those of simpler ones."""
     own = forecast.memory
     yield note(f"buffers {format_bytes(own.buffers)}, in one micro-group {format_bytes(own.one_group)}")
-    kept = f"optimizer state {format_bytes(own.state)}"
+    kept = f"optimizer state {state_text(own.state, own.state_host)}"
     yield note(f"{kept}, kept whole on every rank {format_bytes(own.state_replicated)}")
     for title, other, planned, simpler in (
         ("Buffers", "one micro-group", own.buffers, own.one_group),
@@ -262,6 +262,11 @@ def memory(forecast: Forecast) -> Iterator[Block]:
         less = f"{share(simpler - planned, simpler)} less than {other}" if simpler > planned else ""
         bars = (Bar("as planned", (planned,), chosen=True), Bar(other, (simpler,)))
         yield Detail((Section(title, (Bars(f"Bytes of {title.lower()}", "B", (("", "compute"),), bars),), less),))
+
+
+def state_text(device: int, host: int) -> str:
+    """Write bytes of state, and those in host memory if there are some."""
+    return f"{format_bytes(device)} and {format_bytes(host)} in host memory" if host else format_bytes(device)
 
 
 def share(part: float, whole: float) -> str:
