@@ -30,6 +30,7 @@ from torch import Tensor, fx
 
 from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.ir.program import EagerTasks, Program
+from canzona_compile.ir.storage import Stored
 from canzona_compile.runtime.graph_recorder import GraphRecorder, Run
 from canzona_compile.runtime.kernel_words import KernelWords
 from canzona_compile.runtime.stretches import CutProgram, ProgramStretch
@@ -167,6 +168,9 @@ class Replay:
             if not isinstance(value, list):
                 # 0.0 and -0.0, and 1 and True, are equal as numbers
                 seen["number", i] = value.data_ptr() if isinstance(value, Tensor) else repr(value)
+                continue
+            if value and isinstance(value[0], Stored):
+                seen["address", i] = tuple(t.data_ptr() for own in value for t in own.tensors)
                 continue
             addresses = [t.data_ptr() for t in value]
             if i in self._kept:

@@ -16,7 +16,7 @@ from torch import fx
 
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.ir import program_ops
+from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.program import Fragments, Program, Residents, ScalarInput
 from canzona_compile.lowering.stream_sync import CALLER, LOOKS
 
@@ -35,6 +35,7 @@ CONNECTING = (
 # LAUNCHING has the exceptions, which launch kernels only.
 WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr")
 WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd", "cholesky")
+OURS = (program_ops.__name__, storage.__name__)
 LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
 
 
@@ -223,5 +224,6 @@ def obstacle_in(target: Any) -> str:
         waits = name in WAITING or name.startswith(WAITING_FAMILIES)
         return f"{name} makes the host wait" if waits and name not in LAUNCHING else ""
     home = str(getattr(target, "__module__", ""))
-    ours = home == program_ops.__name__ or home.partition(".")[0] in ("_operator", "builtins", "math", "torch")
+    home = home.partition(".")[0] if home not in OURS else home
+    ours = home in (*OURS, "_operator", "builtins", "math", "torch")
     return "" if ours else f"it calls {getattr(target, '__name__', type(target).__name__)}, which may not be recorded"

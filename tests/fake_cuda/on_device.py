@@ -8,6 +8,7 @@ optimizer's own code, stay on the CPU.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Step
+from canzona_compile.ir.storage import Stored
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.runtime import channel
 from canzona_compile.runtime.buffers import SharedSlots
@@ -43,11 +45,23 @@ class TensorsOnDevice:
     def __init__(self, source: Any) -> None:
         self.source = source
 
-    def fragment(self, role: Any, leaf: str, task: str) -> Tensor:
-        return adopted(self.source.fragment(role, leaf, task))
+    def fragment(self, role: Any, leaf: str, task: str) -> Any:
+        return shown(self.source.fragment(role, leaf, task))
 
-    def resident(self, leaf: str, task: str) -> Tensor:
-        return adopted(self.source.resident(leaf, task))
+    def resident(self, leaf: str, task: str) -> Any:
+        return shown(self.source.resident(leaf, task))
+
+
+def shown(value: Tensor | Stored) -> Any:
+    """A tensor, or a stored leaf, as one of this rank's device; what is in host memory is pinned there."""
+    if not isinstance(value, Stored):
+        return adopted(value)
+    twin = copy.copy(value)
+    twin.device = torch.device("cuda", current_device().index)
+    for tensor in value.tensors if value.storage.host else ():
+        tensor.pinned = True  # type: ignore[attr-defined]
+    twin.tensors = value.tensors if value.storage.host else tuple(map(adopted, value.tensors))
+    return twin
 
 
 class DeviceExecutor(Executor):

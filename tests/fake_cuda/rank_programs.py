@@ -22,6 +22,7 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Role, Step
+from canzona_compile.ir.storage import Stored
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
@@ -45,17 +46,29 @@ class RankTensors:
     at: int = 0  # the number of the step
     leaves: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     gradients: set[tuple[str, str]] = field(default_factory=set)
+    stored: dict[tuple[str, str], Stored] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.bound = ProgramTensors(self.step, self.rank)
 
-    def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor | Stored:
         if role is Role.GRAD:
             self.gradients.add((task, leaf))
-        return self.leaf(leaf, task, False)
+        return self.held(leaf, task, False)
 
-    def resident(self, leaf: str, task: str) -> Tensor:
-        return self.leaf(leaf, task, True)
+    def resident(self, leaf: str, task: str) -> Tensor | Stored:
+        return self.held(leaf, task, True)
+
+    def held(self, leaf: str, task: str, whole: bool) -> Tensor | Stored:
+        """A leaf as it is stored; what it is stored in counts as leaves."""
+        storage = self.step.placed_of(self.step.task(task)).stored.get(leaf)
+        if storage is None:
+            return self.leaf(leaf, task, whole)
+        if (task, leaf) not in self.stored:
+            made = self.stored[task, leaf] = Stored(storage, self.leaf(leaf, task, whole))
+            del self.leaves[task, leaf]
+            self.leaves |= {(task, f"{leaf} {i}"): tensor for i, tensor in enumerate(made.tensors)}
+        return self.stored[task, leaf]
 
     def leaf(self, leaf: str, task: str, whole: bool) -> Tensor:
         key = task, leaf

@@ -116,14 +116,15 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     if not any(writes) and any(r.alias_info is not None for r in schema.returns):
         return viewed(func, args, kwargs, ours[0].block)
-    if hosts and device.capture is not None and any(h.ndim for h in hosts):
+    if device.capture is not None and any(h.ndim and not is_pinned(h) for h in hosts):
         raise RuntimeError("operation not permitted when stream is capturing: a copy from memory that is not pinned")
     targets = [x for a, w in zip(args, writes, strict=False) if w for x in pytree.tree_leaves(a)]
-    if name in READS or name in WAITS or any(not isinstance(t, DeviceTensor) for t in targets):
-        device.finish(device.current)
-    if name == "copy_" and hosts and ours:
-        device.copied.append(sum(h.nbytes for h in hosts))
     quiet = (kwargs.get("non_blocking") or any(a is True for a in args[2:3])) and all(map(is_pinned, hosts))
+    leaves = any(not isinstance(t, DeviceTensor) for t in targets)
+    if name in READS or name in WAITS or (leaves and not quiet):
+        device.finish(device.current)
+    if name == "copy_" and hosts and ours and not leaves:
+        device.copied.append(sum(h.nbytes for h in hosts))
     if hosts and (name == "copy_" or any(h.ndim for h in hosts)) and not quiet:
         device.finish(device.current)  # torch copies it, an index too, and waits unless it is pinned and told not to
     with plainly():

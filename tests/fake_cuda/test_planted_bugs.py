@@ -17,8 +17,10 @@ import torch
 from torch import fx
 
 from canzona_compile.codegen.launch import GroupedKernel, StepWords
+from canzona_compile.ir import storage
 from canzona_compile.ir.program_ops import finish, keep, on_stream, record, start_all_to_all, wait
 from canzona_compile.ir.step import Step
+from canzona_compile.ir.storage import rules_of
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
 from canzona_compile.runtime import stretches, waiter
 from canzona_compile.runtime.cuda_graph import MOST_CHANGES, Replay
@@ -131,6 +133,18 @@ def test_every_wait_is_needed(grid: tuple[int, int], graphs: bool) -> None:
     assert numbers
     unseen = [i for i in numbers if showing(setting, without(i, wait)) is None]
     assert not unseen, f"{len(unseen)} of {len(numbers)}"
+
+
+@pytest.mark.parametrize(("text", "graphs"), crossed(["int8 cpu", "bfloat16"], [False, True], most=1), ids=str)
+def test_every_wait_for_stored_state_is_needed(text: str, graphs: bool) -> None:
+    options = (("micro_groups", 4), ("state", rules_of({"momentum_buffer": text})))
+    setting = Setting((1, 2), cuda_graphs=graphs, options=options)
+    module = programs(setting)[0].program.module
+    assert any(n.target is storage.fetch for n in module.graph.nodes)
+    assert len(waits_between_streams(module)) > len(waits_between_streams(programs(Setting((1, 2)))[0].program.module))
+    assert same(outcome(setting, 0), right(setting))
+    unseen = [i for i in waits_between_streams(module) if showing(setting, without(i, wait)) is None]
+    assert not unseen, f"{len(unseen)} of {len(waits_between_streams(module))}"
 
 
 @pytest.mark.parametrize(("name", "graphs"), crossed(["muon", "soap"], [False, True], most=1), ids=str)

@@ -60,6 +60,12 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     "missing gradients and a reload": {"missing": {2: (1,), 3: (1,)}, "edits": {5: reload}, "steps": 9},
     "three micro-groups": {"options": {"micro_groups": 3, "strategy": "owner"}, "steps": 7},
     "kernels": {"kernels": True, "edits": {3: rate(0.02)}, "steps": 6},
+    "state in host memory": {"options": {"state": "cpu", "micro_groups": 3, "strategy": "owner"}, "steps": 7},
+    "state in 16 bits in host memory": {
+        "options": {"state": "bfloat16 cpu", "micro_groups": 2, "strategy": "owner"},
+        "kernels": True,
+        "steps": 7,
+    },
 }
 
 
@@ -137,6 +143,20 @@ def test_many_orders(name: str, case: Case) -> None:
         except (Exception, DeviceError) as error:  # whatever the stand-in says
             bad.append(f"{where}: {error!r}")
     assert bad == []
+
+
+@pytest.mark.parametrize("case", first(CASES), ids=str)
+@pytest.mark.parametrize("seeds", [range(2), *also([range(2, 27)])], ids=str)
+def test_codes_in_host_memory(case: Case, seeds: range) -> None:
+    """Momentum in 8 bits on the host: each order of fetches, stores and all else gives the bits of rounded state."""
+    options = {"state": {"momentum_buffer": "int8 cpu"}, "micro_groups": 3, "strategy": "owner"}
+    script = Script("muon", case, steps=9, edits={5: rate(0.02)}, options=options)
+    plain = plain_training(script)
+    for seed in seeds:
+        results = run_script(script, seed, plain)
+        assert wrong(results) == [], f"seed {seed}"
+        assert all(result.waits == 0 for result in results)
+        assert "recorded" in results[0].how[-1]
 
 
 @pytest.mark.parametrize("seed", [0, *also([1, 2])])

@@ -23,6 +23,7 @@ from torch.optim import Muon, Optimizer
 from torch.utils._pytree import tree_leaves
 
 import canzona_compile
+from canzona_compile.ir.storage import Stored
 from canzona_compile.runtime.step_clock import MeasuredStep
 from examples.optimizers.muon import Muon as StackedMuon
 from examples.optimizers.shampoo import Shampoo
@@ -118,6 +119,8 @@ def plain_training(script: Script) -> Plain:
     grads = [[torch.randn(shape, generator=random) for shape in shapes] for _ in range(script.steps)]
     params = [torch.nn.Parameter(value.clone()) for value in first]
     optimizer = MAKERS[script.name](params[: len(params) - len(script.joins)])
+    if "state" in script.options:
+        canzona_compile.round_state(optimizer, script.options["state"])
     for step, values in enumerate(grads):
         if step in script.joins:
             optimizer.add_param_group({"params": [params[script.joins.index(step) - len(script.joins)]]})
@@ -182,6 +185,7 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
     waits = device.waits
     look()
     state = [leaf for param in laid.params for leaf in tree_leaves(dict(optimizer.state.get(param, {})))]
+    state += [tensor for leaf in state if isinstance(leaf, Stored) for tensor in leaf.tensors]
     values = [local_of(t).clone() for t in (*laid.params, *state) if isinstance(t, Tensor)]
     found = optimizer.canzona.session.measuring.found
     measured = () if found is None else found.own

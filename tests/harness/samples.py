@@ -238,7 +238,7 @@ def toy_groups(form: Form, tasks: tuple[Task, ...], cut: Placed) -> list[MicroGr
 
 def toy_schedule(groups: tuple[MicroGroup, ...]) -> tuple[Event, ...]:
     first = groups[0]
-    skipped = {
+    skipped = {Act.MEET, Act.FETCH, Act.STORE} | {
         act
         for act, exchange in (
             (Act.START_GATHER, first.gather),
@@ -252,7 +252,7 @@ def toy_schedule(groups: tuple[MicroGroup, ...]) -> tuple[Event, ...]:
     }
     local = (Act.PREPARE, Act.COMPUTE, Act.APPLY)
     return (
-        *(Event(act, 0) for act in Act if act not in skipped and act is not Act.MEET),
+        *(Event(act, 0) for act in Act if act not in skipped),
         *(Event(act, 1) for act in local),
     )
 

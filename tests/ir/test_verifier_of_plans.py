@@ -316,7 +316,7 @@ def buffer(number: int, **changes: int) -> Change:
     return change
 
 
-ORDER = [act for act in Act if act is not Act.MEET]
+ORDER = [act for act in Act if act not in (Act.MEET, Act.FETCH, Act.STORE)]
 SCHEDULED: list[Case] = [
     *((f"no {act}", without(act), f"{act} never happens", "group 0") for act in ORDER),
     *(
@@ -331,6 +331,7 @@ SCHEDULED: list[Case] = [
     ),
     ("twice", events(lambda found: (*found, found[0])), "happens twice", "event 12, prepare of"),
     ("a stranger", events(lambda found: (*found, Event(Act.APPLY, 5))), "no such group", "event 12, apply of group 5"),
+    ("state of nobody", events(lambda found: (Event(Act.FETCH, 0), *found)), "fetch of what does not exist", "group 0"),
     (
         "a collective of nobody",
         events(lambda found: (*found, Event(Act.START_GATHER, 1))),

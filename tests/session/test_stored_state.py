@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import pickle
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.storage import Stored, rounded, rules_of
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon, Shampoo
 from canzona_compile.optimizers import Muon as StackMuon
+from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.tools.verification.layouts import like
 from tests.data_parallel.runs import alone, compare
-from tests.harness.layouts import ALONE, Case
-from tests.harness.marks import full
-from tests.harness.pairs import Pair
+from tests.harness.layouts import ALONE, Case, mesh_of
+from tests.harness.layouts import full as full_tensor
+from tests.harness.marks import first, full
+from tests.harness.pairs import Pair, different, parameters, params_of
 from tests.harness.ranks import run
+from tests.harness.toy_optimizers import HostReading
 
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.1),
@@ -27,6 +39,7 @@ MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "shampoo": lambda params: Shampoo(params, lr=0.01, every=2),
     "normuon": lambda params: NorMuon(params, lr=0.01),
     "adamw": lambda params: AdamW(params, lr=0.01),
+    "eager": lambda params: HostReading(params, lr=0.1),
 }
 INT8 = {"momentum_buffer": "int8"}
 MEANS = {"momentum_buffer": "int8", "second_moment": "bfloat16 cpu"}
@@ -53,6 +66,7 @@ WAYS = [
     ("soap", "cpu", SHAPES, Case("ddp", (2,))),
     ("kl-soap", "bfloat16 cpu", SHAPES, Case("fsdp", (2,))),
     ("shampoo", {"momentum_buffer": "int8", "*": "bfloat16"}, SHAPES, Case("fsdp", (2,))),
+    ("eager", "bfloat16 cpu", SHAPES, Case("fsdp", (2,))),
     ("adamw", ADAM, SHAPES, Case("fsdp", (2,))),
     ("adamw", "bfloat16", ((5, 3), (3, 130)), Case("fsdp", (2,))),
 ]
@@ -98,3 +112,203 @@ def test_under_zero1(make: str, state: Any, options: dict[str, Any]) -> None:
         2, compare, make, 5, ddp=True, bucket_bytes=40_000, state=state, after=partial(alone, make, FLOAT), **options
     )
     assert found == [[], []]
+
+
+# -- chains, groups, checkpoints ---------------------------------------------------------------------
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Embedding(40, 24), nn.Linear(24, 136, bias=False), nn.LayerNorm(136), nn.Linear(136, 24, bias=False)
+    return nn.Sequential(*layers)
+
+
+def fed(params: Iterable[Tensor], step: int) -> None:
+    """Equal gradients on every rank, laid out as the parameters are."""
+    random = torch.Generator().manual_seed(step)
+    for param in params:
+        param.grad = like(torch.randn(param.shape, generator=random), param)
+
+
+def chained(state: Any, layout: str) -> list[str]:
+    """What differs of a whole model, in one line, from the plain chain whose state is rounded."""
+    whole, own = model(), model()
+    if layout == "fsdp":
+        fully_shard(own, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    ours = canzona_compile.muon_adamw(own, lr=0.01, state=state)
+    plain = canzona_compile.unwrap(canzona_compile.muon_adamw(whole, lr=0.01))
+    for member in plain.optimizers:
+        canzona_compile.round_state(member, {"momentum_buffer": "int8", "exp_avg*": "bfloat16"})
+    for step in range(4):
+        for made in (whole, own):
+            fed(made.parameters(), step)
+        plain.step()
+        ours.step()
+    pairs = zip(whole.named_parameters(), own.parameters(), strict=True)
+    return [name for (name, a), b in pairs if not torch.equal(a, full_tensor(b))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", first(["fsdp", "whole"]))
+def test_one_text_for_a_chain(layout: str) -> None:
+    """Codes for the momentum of matrices, 16 bits for all else."""
+    assert run(2, chained, "int8", layout) == [[], []]
+
+
+def moved(before: Any, after: Any) -> list[str]:
+    """What differs after steps, a checkpoint that has other storages or none, and steps on other storages."""
+    pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=before, captures_anew=True)
+    handle = canzona_compile.round_state(pair.plain, before)
+    pair.go(3)
+    saved = copy.deepcopy(pair.wrapped.state_dict())
+    assert all(value.dtype == torch.float32 for value in torch.utils._pytree.tree_leaves(saved["state"]))
+    handle.remove()
+    other = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=after, captures_anew=True)
+    with torch.no_grad():
+        for new, old in ((other.plain, pair.plain), (other.wrapped, pair.wrapped)):
+            for mine, theirs in zip(params_of(new), params_of(old), strict=True):
+                mine.copy_(theirs)
+    other.plain.load_state_dict(copy.deepcopy(pair.plain.state_dict()))
+    other.wrapped.load_state_dict(saved)
+    if after is not None:
+        canzona_compile.round_state(other.plain, after)
+        if after != before:  # what is loaded is stored, too
+            for held in other.plain.state.values():
+                held["momentum_buffer"].copy_(rounded(held["momentum_buffer"], rules_of(after).of("momentum_buffer")))
+    other.number = pair.number
+    other.go(2)
+    return other.different()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(INT8, INT8), full(INT8, None), full({"*": "bfloat16 cpu"}, INT8), full("cpu", {"*": "bfloat16"})],
+)
+def test_a_checkpoint_goes_into_any_storage(before: Any, after: Any) -> None:
+    assert run(2, moved, before, after) == [[], []]
+
+
+def test_a_checkpoint_gives_back_the_very_codes() -> None:
+    made = [canzona_compile.wrap(MAKERS["muon"](parameters(SHAPES)), state=INT8) for _ in range(2)]
+    for optimizer in made:
+        fed(params_of(optimizer), 0)
+        optimizer.step()
+    made[1].load_state_dict(copy.deepcopy(made[0].state_dict()))
+    held = []
+    for optimizer in made:
+        for param in params_of(optimizer):
+            param.grad = None
+        params_of(optimizer)[2].grad = torch.zeros(6, 6)  # the first two are not stepped
+        optimizer.step()
+        held.append([optimizer.state[param]["momentum_buffer"] for param in params_of(optimizer)[:2]])
+    for one, other in zip(*held, strict=True):
+        assert isinstance(one, Stored)
+        assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors, strict=True))
+
+
+def test_after_every_state_of_a_run() -> None:
+    """Planned, stepped, measured, with a new group, released: calls work, and go on."""
+    optimizer: Any = canzona_compile.wrap(MAKERS["muon"](parameters(SHAPES)), state=INT8)
+    plain = MAKERS["muon"](parameters(SHAPES))
+    canzona_compile.round_state(plain, INT8)
+    assert "momentum_buffer stored as int8" in str(canzona_compile.explain(optimizer))
+    optimizer.canzona.measure(1)
+    for step in range(5):
+        if step == 3:
+            for own in (optimizer, plain):
+                own.add_param_group({"params": parameters([(8, 20)])})
+        for own in (optimizer, plain):
+            fed(params_of(own), step)
+            own.step()
+        report = optimizer.canzona.report()
+        (figure,) = report.state
+        assert (figure.stored, figure.tensors) == ("int8", len(params_of(plain)))
+        assert figure.bytes == sum(held["momentum_buffer"].nbytes for held in optimizer.state.values())
+        pickle.loads(pickle.dumps(optimizer.state_dict()))
+        if step == 3:
+            optimizer.canzona.release()
+    assert different(plain, optimizer) == []
+    assert type(canzona_compile.unwrap(optimizer).state[params_of(optimizer)[0]]["momentum_buffer"]) is Tensor
+
+
+def test_a_local_step_opens_portion_by_portion() -> None:
+    """Elementwise state is opened for as many parameters as `capacity` says, from the first step on."""
+    optimizer = canzona_compile.wrap(
+        MAKERS["adamw"](parameters([(8, 128)] * 6)), state="bfloat16", capacity=8 * 128 * 8
+    )
+    opened: list[int] = []
+    real = Stored.open
+
+    def counted(own: Stored) -> Tensor:
+        opened[-1] += 1
+        return real(own)
+
+    def portion(driver: Any, present: Any, real: Any = StepDriver._step_part) -> None:
+        opened.append(0)
+        real(driver, present)
+
+    with mock.patch.object(Stored, "open", counted), mock.patch.object(StepDriver, "_step_part", portion):
+        for step in range(2):
+            fed(params_of(optimizer), step)
+            optimizer.step()
+    assert opened == [0, 0, 0, 4, 4, 4]
+
+
+# -- mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "words"),
+    [
+        ("muon", {"momentum": "int8"}, "'momentum' fits no leaf of the state"),
+        ("muon", {"momentum": "int8"}, "hint: there are momentum_buffer"),
+        ("muon", "int4", "'int4' is none of 'int8', 'bfloat16', 'cpu'"),
+        ("muon", "int8 int8", "is none of"),
+        ("muon", {1: "int8"}, "is neither a text nor texts by patterns"),
+        ("adamw", {"exp_avg_sq": "int8"}, "'exp_avg_sq' cannot be stored as int8: the step divides by it"),
+        ("shampoo", {"left": "int8"}, "'left' cannot be stored as int8: the step divides by it"),
+    ],
+)
+def test_what_cannot_be_stored(name: str, state: Any, words: str) -> None:
+    def tried() -> None:
+        optimizer = canzona_compile.wrap(MAKERS[name](parameters(SHAPES)), state=state)
+        fed(params_of(optimizer), 0)
+        optimizer.step()
+
+    with pytest.raises(CanzonaError) as caught:
+        tried()
+    assert words in str(caught.value)
+
+
+def test_codes_need_a_captured_step() -> None:
+    def tried() -> None:
+        optimizer = canzona_compile.wrap(HostReading(parameters([(6, 8)]), lr=0.1), state={"average": "int8"})
+        fed(params_of(optimizer), 0)
+        optimizer.step()
+
+    with pytest.raises(CanzonaError, match="is not captured"):
+        tried()
+
+
+def test_what_round_state_cannot_know() -> None:
+    with pytest.raises(CanzonaError, match="int8 for some leaves and bfloat16 for others"):
+        canzona_compile.round_state(MAKERS["muon"](parameters(SHAPES)), "int8")
+
+
+def disagreeing() -> str:
+    pair = Pair(
+        MAKERS["muon"], SHAPES, Case("fsdp", (2,)), state=INT8 if dist.get_rank() else "cpu", captures_anew=True
+    )
+    try:
+        pair.go(1)
+    except CanzonaError as error:
+        return type(error).__name__ + str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_ranks_that_disagree() -> None:
+    for said in run(2, disagreeing):
+        assert said.startswith("RankMismatch")
+        assert "state" in said
