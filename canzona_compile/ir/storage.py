@@ -128,15 +128,18 @@ def encode(value: Tensor) -> tuple[Tensor, Tensor]:
     """Round a tensor [..., n] to codes and scales.
 
     Each block of `BLOCK` elements of a row is scale * code, with codes from -127 to 127, rounded to nearest, ties to
-    even. A scale is the largest magnitude / 127, rounded up to so few digits that scale * code needs no rounding in the
-    dtype of the value. So what `decode` returns has the very codes and scales that it was decoded from. A block with
-    an infinity or a NaN becomes NaN.
+    even. A scale is the largest magnitude / 127, rounded up to so few digits that scale * code needs no rounding: 17,
+    or for floats of 16 bits a power of two. It is at least the least normal number. So what `decode` returns has the
+    very codes and scales that it was decoded from. A block with an infinity or a NaN becomes NaN.
 
     Returns:
         int8 [..., n], and float32 [..., n / BLOCK] rounded up.
     """
     blocks = in_blocks(value.float())
-    scales = with_digits(blocks.abs().amax(-1) / LARGEST, min(24, digits_of(value.dtype)) - CODE_DIGITS)
+    largest = blocks.abs().amax(-1)
+    least = max(torch.finfo(kind).smallest_normal for kind in (value.dtype, torch.float32))
+    scales = with_digits(largest / LARGEST, 1 if value.dtype.itemsize == 2 else 24 - CODE_DIGITS).clamp(min=least)
+    scales = torch.where(largest == 0, 0.0, scales)
     codes = (blocks / scales.unsqueeze(-1)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
     return codes.flatten(-2)[..., : value.shape[-1]].contiguous(), scales
 
@@ -152,11 +155,6 @@ def in_blocks(value: Tensor) -> Tensor:
     missing = -value.shape[-1] % BLOCK
     padded = torch.nn.functional.pad(value, (0, missing)) if missing else value.contiguous()
     return padded.unflatten(-1, (-1, BLOCK)) if padded.shape[-1] else padded.reshape(*padded.shape[:-1], 0, BLOCK)
-
-
-def digits_of(dtype: torch.dtype) -> int:
-    """Binary digits of a float."""
-    return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
 def with_digits(values: Tensor, digits: int) -> Tensor:

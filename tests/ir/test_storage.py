@@ -44,9 +44,10 @@ def test_how_far_codes_are_off(value: torch.Tensor) -> None:
     codes, scales = encode(value)
     off = (decode(codes, scales, value.dtype).double() - value.double()).abs()
     each = scales.double().repeat_interleave(BLOCK, -1)[..., : value.shape[-1]]
-    assert bool((off <= each / 2).all())
+    assert bool((off <= each / 2 * (1 + 1e-5)).all())
     if value.dtype in (torch.float32, torch.float64) and value.numel():
-        assert float(scales.max()) <= float(value.double().abs().max()) / LARGEST * (1 + 2**-16) + 1e-44
+        least = torch.finfo(torch.float32).smallest_normal
+        assert float(scales.max()) <= max(least, float(value.double().abs().max()) / LARGEST * (1 + 2**-16))
 
 
 def test_fragments_have_the_codes_of_the_whole() -> None:
@@ -63,7 +64,7 @@ def test_what_is_not_finite_stays_so() -> None:
     value[0, 3], value[1, 5] = float("nan"), float("inf")
     found = rounded(value, Storage("int8"))
     assert found[:2].isnan().all()
-    assert torch.equal(found[2], value[2])
+    torch.testing.assert_close(found[2], value[2], rtol=2**-16, atol=0.0)
 
 
 @pytest.mark.parametrize("text", ["int8", "bfloat16", "cpu", "int8 cpu", "bfloat16 cpu"])
