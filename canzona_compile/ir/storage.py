@@ -107,6 +107,11 @@ def rules_of(given: StateOption) -> StateRules | None:
     return StateRules(tuple((pattern, storage_of(text)) for pattern, text in given.items()))
 
 
+def parse_state(text: str) -> str | dict[str, str]:
+    """Read what a command is given: one storage, or "momentum_buffer=int8,exp_avg*=bfloat16 cpu"."""
+    return dict(part.split("=", 1) for part in text.split(",")) if "=" in text else text
+
+
 def storage_of(text: str) -> Storage:
     """Read one storage, such as "int8 cpu"."""
     words = text.split()

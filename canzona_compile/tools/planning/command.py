@@ -12,6 +12,7 @@ from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.options import Numerics, StrategyOption
+from canzona_compile.ir.storage import parse_state
 from canzona_compile.ownership import NAMES
 from canzona_compile.report.measured import read_measured
 from canzona_compile.tools.output import check_output, show, write
@@ -98,11 +99,6 @@ def add_arguments_of_the_step(parser: ArgumentParser) -> None:
     add("--no-alternatives", action="store_true", help="do not compare with simpler plans")
     add("--format", choices=FORMATS, default="table", help="output format (%(default)s)")
     add("-o", "--output", metavar="FILE", help="write to this file instead of standard output")
-
-
-def parse_state(text: str) -> str | dict[str, str]:
-    """Read one storage, or several by patterns of names of leaves: "momentum_buffer=int8,exp_avg*=bfloat16 cpu"."""
-    return dict(part.split("=", 1) for part in text.split(",")) if "=" in text else text
 
 
 def run(given: Namespace) -> int:

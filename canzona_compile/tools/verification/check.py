@@ -16,6 +16,7 @@ import torch
 
 from canzona_compile.compat.telling import shown, tell
 from canzona_compile.ir.options import MissingGrads, Numerics, StrategyOption, WrapOptions, made_options
+from canzona_compile.ir.storage import parse_state
 from canzona_compile.ownership import NAMES
 from canzona_compile.report.page import PageModel
 from canzona_compile.report.printable import Printable
@@ -225,6 +226,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         wrap.add_argument(f"--{name}", choices=get_args(kind))
     for name in ("capacity", "micro-groups", "depth", "audit"):
         wrap.add_argument(f"--{name}", type=int, metavar="N")
+    wrap.add_argument("--state", type=parse_state, metavar="HOW", help="int8, bfloat16, cpu, or leaf=how,leaf=how")
     wrap.add_argument("--planner", choices=NAMES)
     wrap.add_argument("--alpha", type=float, metavar="A")
     for name in ("hardware", "plan"):

@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.api.chain import Chain
+from canzona_compile.api.round_state import rounding
 from canzona_compile.api.wrap import explain
 from canzona_compile.compat.optimizer_class import class_as_written
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
+from canzona_compile.ir.storage import rules_of
 from canzona_compile.rehearsal.rehearsal import rehearse
 from canzona_compile.rehearsal.trial import apart
 from canzona_compile.report.explain import ExplainedParameter
@@ -130,12 +132,16 @@ def run_plain(order: Order, folder: str) -> None:
         if any(alone := [step_of_each(own) for own in members]):
             steps = [each or own.step for each, own in zip(alone, members, strict=True)]
             step_all = lambda: [one() for one in steps]  # noqa: E731
+    rules = rules_of(order.options.get("state"))
+    roundings = [rounding(own, rules) for own in members] if rules is not None else []
     with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
         journal.write(0, StepPage((), made.leaves()))
     for step in range(1, order.steps + 1):
         grads = gradients(made, order.seed, step, order.options.get("missing_grads", "skip"))
         with blamed(f"step {step} of the plain optimizer"):
             step_all()
+        for round_all in roundings:
+            round_all()
         with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
             journal.write(step, StepPage(grads, made.leaves()))
 
