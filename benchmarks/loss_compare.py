@@ -37,7 +37,7 @@ LAYOUTS = {  # arguments of the demo
     "zero1-forward": "--parallel zero1-forward",
     "experts": "--parallel fsdp --experts 8",
 }
-OPTIMIZERS = ("soap",)
+OPTIMIZERS = ("soap", "muon")
 STEPS = 50
 SHARED = "--steps {steps} --batch 8 --verify 0 --portable"
 
