@@ -56,7 +56,6 @@ class StateStore:
         self.fragments: dict[tuple[str, str], Tensor | Stored] = {}
         self.residents: dict[tuple[str, str], Tensor | Stored] = {}
         self.initialised: set[str] = set()
-        self._scratch: dict[str, dict[str, Any]] = {}  # the state of tasks during their first step
 
     # -- lookups of programs and eager steps ---------------------------------------------------------
 
@@ -77,10 +76,10 @@ class StateStore:
         """Return the state that an eager step of a task reads and writes.
 
         Returns:
-            Temporary state for the first step of a compiled task; the task's own state if every step is eager.
+            A new dict for the first step of a compiled task; the task's own state if every step is eager.
         """
         bound = self.plan.bound[task]
-        return self.optimizer.state[bound.param] if bound.kind.recorder is None else self._scratch[task]
+        return self.optimizer.state[bound.param] if bound.kind.recorder is None else {}
 
     # -- creation ------------------------------------------------------------------------------------
 
@@ -99,13 +98,11 @@ class StateStore:
     @contextlib.contextmanager
     def first_steps(self, names: Sequence[str]) -> Iterator[None]:
         """Run the first step of some tasks inside this context; on exit put their state into `optimizer.state`."""
-        self._scratch = {name: {} for name in names}
         for name in names:
             self.allocate(name)
         yield
         for name in names:
             self.install(name)
-        self._scratch = {}
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the state of tasks, which their next step creates again."""

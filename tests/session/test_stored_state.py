@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.storage import Stored, rounded, rules_of
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon, Shampoo
 from canzona_compile.optimizers import Muon as StackMuon
+from canzona_compile.session.cells import Cells
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.tools.verification.layouts import like
 from tests.data_parallel.runs import alone, compare
@@ -252,6 +254,37 @@ def test_a_local_step_opens_portion_by_portion() -> None:
             fed(params_of(optimizer), step)
             optimizer.step()
     assert opened == [0, 0, 0, 4, 4, 4]
+
+
+def test_a_first_step_needs_one_micro_group_more() -> None:
+    """State that the optimizer's code creates is stored when its micro-group has been updated."""
+    optimizer = canzona_compile.wrap(MAKERS["muon"](parameters([(16, 128)] * 12)), state=INT8, micro_groups=4)
+    group = 3 * 16 * 128 * 4
+    live, peak, peaks = [0], [0], []
+
+    def count(tensor: Tensor) -> Tensor:
+        size = tensor.nbytes
+        live[0] += size
+        peak[0] = max(peak[0], live[0])
+        weakref.finalize(tensor, lambda: live.__setitem__(0, live[0] - size))
+        return tensor
+
+    def step_alone(cells: Cells, *given: Any, real: Any = Cells.step) -> Any:
+        new, state = real(cells, *given)
+        count(state["momentum_buffer"])
+        return new, state
+
+    def opened(own: Stored, real: Any = Stored.open) -> Tensor:
+        return count(real(own))
+
+    with mock.patch.object(Stored, "open", opened), mock.patch.object(Cells, "step", step_alone):
+        for step in range(3):
+            fed(params_of(optimizer), step)
+            peak[0] = live[0]
+            optimizer.step()
+            peaks.append(peak[0])
+            assert live[0] == 0
+    assert peaks == [2 * group, group, group]
 
 
 # -- mistakes ----------------------------------------------------------------------------------------
