@@ -27,6 +27,7 @@ LOGS = ROOT / "benchmarks" / "results" / "convergence"
 MODELS = {"dense": "", "experts": "--experts 8"}
 OPTIMIZERS = {"muon": "Muon", "normuon": "NorMuon", "soap": "SOAP", "kl-soap": "KL-SOAP", "adamw": "AdamW"}
 KINDS = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+INT8 = "muon-int8"  # Muon with state="int8", by Muon's learning rate, for the dense model
 RATES = ("0.001", "0.003", "0.009")
 SEEDS = range(5)
 STEPS, BATCH = 200, 8  # sequences of 128 bytes
@@ -55,7 +56,8 @@ class Run:
     @property
     def arguments(self) -> str:
         """Of the demo: one process. Exact products in bfloat16 take 20 times as long on some CPUs."""
-        asked = f"--ranks 1 --batch {BATCH} --steps {STEPS} --numerics fast --no-digests --optimizer {self.optimizer}"
+        kind = self.optimizer if self.optimizer != INT8 else "muon --state int8"
+        asked = f"--ranks 1 --batch {BATCH} --steps {STEPS} --numerics fast --no-digests --optimizer {kind}"
         until = "" if self.steps == STEPS else f" --until {self.steps}"
         return f"{asked} --lr {self.rate} --seed {self.seed}{until} {MODELS[self.model]}"
 
@@ -103,6 +105,7 @@ def train(run: Run, device: str) -> None:
 
 def chosen(model: str, optimizer: str) -> str | None:
     """The learning rate with which seed 0 ended lowest; None until all were tried."""
+    optimizer = optimizer if optimizer != INT8 else "muon"
     tried = {rate: log_of(Run(model, optimizer, rate, SEEDS[0])) for rate in RATES}
     ends = {rate: log.end for rate, log in tried.items() if log is not None}
     return min(ends, key=ends.__getitem__) if len(ends) == len(RATES) else None
@@ -116,6 +119,8 @@ def run_all(jobs: int, device: str) -> None:
         list(pool.map(own, [Run(*kind, rate, SEEDS[0]) for kind in KINDS for rate in RATES]))
         best = {kind: rate for kind in KINDS if (rate := chosen(*kind)) is not None}
         list(pool.map(own, [Run(*kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()]))
+        if rate := chosen("dense", INT8):
+            list(pool.map(own, [Run("dense", INT8, rate, seed) for seed in SEEDS]))
 
 
 def time_all(device: str) -> None:
@@ -162,6 +167,17 @@ def table(model: str) -> Iterator[str]:
         yield f"| {OPTIMIZERS[optimizer]} | {rate}{edge(rate)} | {ends} | {below} | {to} | {update} |"
 
 
+def stored() -> Iterator[str]:
+    """What 8 bits for the state cost."""
+    rate, logs = of_seeds("dense", INT8)
+    own, plain = ([log.end for log in found] for found in (logs, of_seeds("dense", "muon")[1]))
+    gains = [a - b for a, b in zip(own, plain, strict=True)]
+    yield "| Muon, dense | lr | loss at the end | above |"
+    yield "|---|---|---|---|"
+    yield f"| state as it is | {rate} | {spread(plain, 3)} | |"
+    yield f'| `state="int8"` | {rate} | {spread(own, 3)} | {spread(gains, 4)} |'
+
+
 def edge(rate: str) -> str:
     """A mark where a learning rate beyond those that were tried may be better."""
     return " *" if rate in (RATES[0], RATES[-1]) else ""
@@ -202,6 +218,7 @@ def write_page(folder: Path) -> None:
     for model in MODELS:
         parts += [f"**{model}**", "", *table(model), ""]
     (LOGS / "table.md").write_text("\n".join(parts), encoding="utf-8")
+    (LOGS / "state.md").write_text("\n".join([*stored(), ""]), encoding="utf-8")
     draw(folder / "images" / "convergence.svg")
 
 

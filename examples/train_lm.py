@@ -87,6 +87,7 @@ class Options:
     digests: bool
     portable: bool
     numerics: str
+    state: str | None
     device: str
 
     def place(self, rank: int) -> torch.device:
@@ -138,6 +139,7 @@ def parse() -> Options:
     choose("--log", metavar="FILE", help="write the loss of each step, and a digest of the parameters that it is of")
     choose("--no-digests", dest="digests", action="store_false", help="of parameters in the log, which take time")
     choose("--numerics", choices=("exact", "fast"), default="exact", help="fast rounds in other ways (exact)")
+    choose("--state", metavar="HOW", help="store state so: int8, bfloat16, cpu, or a dtype and cpu")
     choose("--device", choices=("cpu", "cuda"), default="cpu", help="of each rank: on cuda a GPU (cpu)")
     given = parser.parse_args()
     if given.verify is None:
@@ -241,7 +243,7 @@ def train(options: Options, place: torch.device) -> bool:
 
 def make_optimizer(options: Options, model: Decoder, parallel: Parallel) -> Chain:
     """Make one optimizer for the whole model, which computes each hidden matrix on one rank."""
-    how = {**parallel.options, "zero1": parallel.zero1, "numerics": options.numerics}
+    how = {**parallel.options, "zero1": parallel.zero1, "numerics": options.numerics, "state": options.state}
     if build := BUILDERS.get(options.optimizer):
         return build(model, options.lr, adamw=OTHERS, **how)
     stacks = options.optimizer in TAKE_STACKS
@@ -251,7 +253,10 @@ def make_optimizer(options: Options, model: Decoder, parallel: Parallel) -> Chai
 def plain_chain(options: Options, matrices: NamedParameters, others: NamedParameters) -> Chain:
     """Make the same optimizers as plain ones."""
     hidden, other = both(options)
-    return canzona_compile.chain(hidden(matrices), other(others))
+    made = canzona_compile.chain(hidden(matrices), other(others))
+    if options.state is not None:
+        canzona_compile.round_state(made, options.state)
+    return made
 
 
 def both(options: Options) -> tuple[Callable[..., Any], Callable[..., Any]]:

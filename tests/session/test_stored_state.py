@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
+from canzona_compile.api.round_state import rounding
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.storage import Stored, rounded, rules_of
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon, Shampoo
@@ -97,6 +98,26 @@ def test_the_bits_of_rounded_state(name: str, state: Any, shapes: Any, case: Cas
         assert trained(name, state, shapes, case) == []
         return
     assert run(case.world, trained, name, state, shapes, case) == [[]] * case.world
+
+
+EVERY = {  # storages of each optimizer, with 8 bits where its step takes them
+    "muon": INT8,
+    "normuon": MEANS,
+    "soap": {"exp_avg": "int8", "*": "bfloat16 cpu"},
+    "kl-soap": {"exp_avg": "int8 cpu", "*": "bfloat16"},
+    "shampoo": {"momentum_buffer": "int8", "*": "bfloat16"},
+    "adamw": ADAM,
+}
+CASES = [Case("fsdp", (2,)), Case("fsdp", (4,)), Case("hsdp", (2, 2)), Case("tp_rows", (2,)), Case("tp_columns", (4,))]
+CASES += [Case("fsdp_tp", (2, 2)), Case("ddp", (2,)), Case("ddp", (4,)), Case("tp_ddp", (2, 2))]
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_optimizer_on_every_layout(name: str, case: Case) -> None:
+    assert run(case.world, trained, name, EVERY[name], SHAPES, case) == [[]] * case.world
 
 
 @pytest.mark.ranks
@@ -188,6 +209,41 @@ def moved(before: Any, after: Any) -> list[str]:
 )
 def test_a_checkpoint_goes_into_any_storage(before: Any, after: Any) -> None:
     assert run(2, moved, before, after) == [[], []]
+
+
+def begun(state: Any) -> Any:
+    """A state dict of whole tensors after three steps, and the parameters."""
+    pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=state, captures_anew=True)
+    pair.go(3)
+    held = torch.utils._pytree.tree_map(full_tensor, pair.wrapped.state_dict())
+    return held, [full_tensor(param).detach() for param in params_of(pair.wrapped)]
+
+
+def resumed(held: Any, values: list[Tensor], after: Any) -> list[str]:
+    """What differs after two more steps on these ranks."""
+    pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=after, captures_anew=True)
+    with torch.no_grad():
+        for i, (whole, own, value) in enumerate(zip(params_of(pair.plain), pair.laid.params, values, strict=True)):
+            whole.copy_(value)
+            own.copy_(pair.laid.like_param(value, i))
+    pair.plain.load_state_dict(copy.deepcopy(held))
+    pair.wrapped.load_state_dict(copy.deepcopy(held))
+    rules = rules_of(after)
+    assert rules is not None
+    rounding(pair.plain, rules)()
+    canzona_compile.round_state(pair.plain, after)
+    pair.number = 3
+    pair.go(2)
+    return pair.different()
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("state", [INT8, {"*": "bfloat16 cpu"}], ids=str)
+def test_on_another_number_of_ranks(before: int, after: int, state: Any) -> None:
+    held, values = run(before, begun, INT8)[0]
+    assert run(after, resumed, held, values, state) == [[]] * after
 
 
 def test_a_checkpoint_gives_back_the_very_codes() -> None:
