@@ -94,11 +94,12 @@ __all__ = [
 ]
 
 
-def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass]:
+def planning_passes(options: Options, owned_as: Step | None = None, complete: bool = True) -> list[Pass]:
     """From captured templates (CAPTURED) to owners (OWNED): once per set of parameters.
 
     Args:
         owned_as: a step that has the owners of the same tasks already; None if they are to be chosen.
+        complete: whether the step has the parameters of all optimizers that step together.
     """
     exact = options.numerics == "exact"
     assign: Pass = AssignOwners(options.strategy, planner_named(options.planner, alpha=options.alpha))
@@ -108,7 +109,7 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
         assign = InheritOwners(owned_as)
     return [
         Canonicalize(),
-        StoreState(options.state, complete=owned_as is None),
+        StoreState(options.state, complete and owned_as is None),
         Place(exact=exact),
         *([] if exact else [GramIterations()]),
         assign,

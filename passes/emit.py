@@ -141,25 +141,20 @@ class ProgramWriter(ProgramBuilder):
 
     def store(self, g: GroupView) -> None:
         """Store the leaves of a micro-group that have new values."""
-        written = {
-            self.leaf(placed, group, names, leaf, where)
-            for placed, group, names, leaf, where in self.stored(g)
-            if leaf in placed.template.writes
-        }
         for stored, values in self.fetched[g.group.index].items():
-            if values in written:
+            if stored in self.written_leaves:
                 self.call(storage.store, stored, values)
 
     def stored(self, g: GroupView) -> Iterator[tuple[Placed, int, tuple[str, ...], str, str]]:
-        """The stored leaves of a micro-group that this rank has: the arguments of `leaf`."""
+        """The stored leaves of a micro-group that this rank needs: the arguments of `leaf`."""
         for i, own in enumerate(g.segments):
-            for name in (n for n in own.placed.stored if n not in own.placed.resident):
+            for name in (n for n in own.placed.opened if n not in own.placed.resident):
                 yield own.placed, own.group, own.names, name, f"g{g.group.index}_s{i}"
         cuts = {placed.name: placed for placed in self.step.placed}
         for b, batch in enumerate(g.group.batches):
             placed = cuts[batch.placed]
-            for name in placed.resident if batch.owner in (None, g.at) else ():
-                if name in placed.stored:
+            for name in placed.opened if batch.owner in (None, g.at) else ():
+                if name in placed.resident:
                     yield placed, batch.param_group, batch.tasks, name, f"g{g.group.index}_b{b}"
 
     def meet(self, g: GroupView) -> None:

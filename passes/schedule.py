@@ -100,6 +100,13 @@ def pipelined(
     ]
     for *_, index, stage in sorted(timed, key=lambda t: t[:4]):
         yield from (Event(act, index) for act in stage)
-    for group in groups:
-        if not group.exchanges:
-            yield from (Event(act, group.index) for stage in stages(group, fetching=fetching) for act in stage)
+    alone = [
+        [Event(act, group.index) for stage in stages(group, fetching=fetching) for act in stage]
+        for group in groups
+        if not group.exchanges
+    ]
+    early = int(apart)  # whether a micro-group is fetched while the one before it computes
+    for i in range(len(alone) + early):
+        yield from (event for own in alone[i : i + 1] for event in own if event.act is Act.FETCH)
+        before = alone[i - early] if i >= early else []
+        yield from (event for event in before if event.act is not Act.FETCH)

@@ -19,9 +19,9 @@ from canzona_compile.ir.storage import BLOCK, WHERE, StateRules, Storage, storab
 class StoreState:
     """Mark each leaf that is stored in another dtype, or in host memory.
 
-    - "int8" is refused for a leaf whose elements the step divides by, or takes roots of, or that it decomposes, and
-      where no graph shows what the step does. If users gave one storage for all leaves, these have 16 bits, as all have
-      that are no running mean of gradients, and those of elementwise optimizers.
+    - "int8" is refused for a leaf whose elements the step divides by, or takes roots of, or that it decomposes. If
+      users gave one storage for all leaves, these have 16 bits, as all have that are no running mean of gradients, and
+      those of elementwise optimizers.
     - A fragment can keep codes if columns are cut at multiples of a block. Otherwise the owner stores the leaf whole.
     - Numbers, such as counters, stay as they are.
 
@@ -46,22 +46,14 @@ class StoreState:
         layouts: dict[str, dict[int, Layout]] = defaultdict(dict)
         for task in step.tasks:
             layouts[task.template][id(task.layout)] = task.layout
-        eager = next((template for template in step.templates if template.interpreted), None)
-        codes = [pattern for pattern, storage in self.rules.rules if storage.dtype == "int8"]
-        if eager is not None and codes and not self.rules.lenient:
-            raise CanzonaError(
-                f"state {codes[0]!r} cannot be stored as int8: {eager.name} is not captured, because "
-                f"{eager.interpreted}, so nothing shows whether the step divides by it",
-                at=WHERE,
-                hint='store it as "bfloat16"',
-            )
-        if self.complete and eager is None:
-            leaves = {leaf.name: leaf for leaf in leaves_of(step.templates)}
-            self.rules.check_fit(leaf.name for leaf in leaves.values() if storable(leaf.shape, leaf.dtype))
+        if self.complete and not any(template.interpreted for template in step.templates):
+            every = (leaf for template in step.templates for leaf in template.leaves)
+            self.rules.check_fit(leaf.name for leaf in every if storable(leaf.shape, leaf.dtype))
         made: dict[str, Template] = {}
         for family in families.values():
             own = [layout for template in family for layout in layouts[template.name].values()]
-            storages = {leaf.name: self.storage(leaf, family, own) for leaf in leaves_of(family)}
+            leaves = {leaf.name: leaf for template in family for leaf in template.leaves}
+            storages = {name: self.storage(leaf, family, own) for name, leaf in leaves.items()}
             for template in family:
                 made[template.name] = marked(template, storages)
         return replace(step, templates=tuple(made[template.name] for template in step.templates))
@@ -69,20 +61,19 @@ class StoreState:
     def storage(self, leaf: Leaf, family: Sequence[Template], layouts: Sequence[Layout]) -> Storage | None:
         """How a leaf is stored; None if it stays as it is."""
         assert self.rules is not None
-        found = self.rules.of(leaf.name)
-        if found is None or not storable(leaf.shape, leaf.dtype):
+        if leaf.dtype is None or not storable(leaf.shape, leaf.dtype):
+            return None
+        found = self.rules.of(leaf.name, leaf.dtype)
+        if found is None:
             return None
         if found.dtype == "int8" and (why := self._no_codes(leaf, family)):
             if not self.rules.lenient:
                 raise CanzonaError(
                     f"state {leaf.name!r} cannot be stored as int8: {why}", at=WHERE, hint='store it as "bfloat16"'
                 )
-            found = replace(found, dtype="bfloat16")
-        if found.dtype == "bfloat16" and leaf.dtype is not None and leaf.dtype.itemsize <= 2:
-            found = replace(found, dtype="")
-        if found.dtype == "int8" and any(cuts_blocks(layout, leaf) for layout in layouts):
-            found = replace(found, whole=True)
-        return found if found.dtype or found.host else None
+            return replace(found, dtype="bfloat16").fitting(leaf.dtype)
+        cut = found.dtype == "int8" and any(cuts_blocks(layout, leaf) for layout in layouts)
+        return replace(found, whole=True) if cut else found
 
     def _no_codes(self, leaf: Leaf, family: Sequence[Template]) -> str:
         """Why a leaf cannot be int8; empty if it can."""
@@ -92,12 +83,6 @@ class StoreState:
         if self.rules.lenient and not (averages(family, leaf.name) and any(map(needs_whole_matrix, family))):
             return "it is no running mean of gradients of a matrix"
         return ""
-
-
-def leaves_of(family: Sequence[Template]) -> list[Leaf]:
-    """All leaves of the state, by name once."""
-    found = {leaf.name: leaf for t in family for leaf in (*t.inputs, *t.state) if leaf.role is Role.STATE}
-    return list(found.values())
 
 
 def marked(template: Template, storages: dict[str, Storage | None]) -> Template:

@@ -20,6 +20,8 @@ class Widening:
 
     torch computes them there element by element: Newton-Schulz on the matrices of `examples/train_lm.py` takes 30 to 50
     times as long. Sums have float32 in both, in another order, and results keep their dtype, so the algorithm stays.
+    Each rank looks at its own processor: only the owner's graph matters, and where every rank computes a matrix, they
+    should be alike.
     """
 
     name: ClassVar[str] = "widen"

@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.api.holders import inside, members_of
+from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
-from canzona_compile.ir.storage import WHERE, StateOption, StateRules, Storage, rounded, rules_of, storable
-from canzona_compile.replica.leaves import state_leaves
+from canzona_compile.ir.storage import WHERE, StateOption, StateRules, rounded, rules_of
+from canzona_compile.replica.leaves import storable_leaves
+from canzona_compile.session.plan import StorageOf
 from canzona_compile.session.session import Session
-from canzona_compile.tensors import local_part
-
-StorageOf = Callable[[str], Storage | None]  # by the name of a leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +50,48 @@ def round_state(optimizer: Optimizer, state: StateOption) -> StateRounding:
     rules = rules_of(state)
     if rules is None:
         raise CanzonaError("round_state takes what wrap(state=) takes, not None", at=WHERE)
-    roundings = {own: rounding(own, rules) for own in members_of(inside(optimizer))}
+    members = members_of(inside(optimizer))
+    for own in members:
+        if not isinstance(own, Optimizer):
+            raise CanzonaError(f"round_state takes a torch.optim.Optimizer, not a {type(own).__name__}")
+        if is_wrapped(own):
+            raise CanzonaError(
+                "the optimizer is wrapped, and its state lies in fragments",
+                hint="round the state of the plain optimizer, and pass state= to wrap",
+            )
+    roundings = {own: rounding(own, rules) for own in members}
 
     def after(own: Optimizer, *_: Any) -> None:
         roundings[own]()
 
-    return StateRounding([own.register_step_post_hook(after) for own in roundings])
+    return StateRounding([own.register_step_post_hook(after) for own in members])
 
 
 def rounding(optimizer: Optimizer, rules: StateRules) -> Callable[[], None]:
     """Return what rounds the state that an optimizer has, in place."""
-    storages = storages_of(optimizer, rules)
+    storages = Storages(optimizer, rules)
 
     def round_all() -> None:
         for param, held in optimizer.state.items():
-            storage_of = storages(param)
-            for name, value in state_leaves(held):
-                storage = storage_of(name)
-                if storage is not None and isinstance(value, Tensor) and storable(value.shape, value.dtype):
-                    local = local_part(value)
-                    local.copy_(rounded(local, storage))
+            for name, value in storable_leaves(held).values() if isinstance(param, Tensor) else ():
+                if (storage := storages.of(param)(name, value.dtype)) is not None:
+                    value.copy_(rounded(value, storage))
 
     return round_all
 
 
-def storages_of(optimizer: Optimizer, rules: StateRules) -> Callable[[Tensor], StorageOf]:
-    """Return what finds the storages of a parameter's leaves. For one text for all leaves the step is captured."""
-    if not rules.lenient:
-        return lambda _: rules.of
-    plan = Session(optimizer, Options(state=rules)).bind_and_plan()
-    found = {id(bound.param): plan.storages(bound.task.name) for bound in plan.bound.values()}
-    return lambda param: found.get(id(param), lambda _: None)
+class Storages:
+    """Finds the storages of a parameter's leaves. For one text for all leaves it captures the step."""
+
+    def __init__(self, optimizer: Optimizer, rules: StateRules) -> None:
+        self.optimizer, self.rules = optimizer, rules
+        self._known: dict[int, StorageOf] = {}
+
+    def of(self, param: Tensor) -> StorageOf:
+        """Return what tells how leaves of this parameter are stored."""
+        if not self.rules.lenient:
+            return self.rules.of
+        if id(param) not in self._known:  # the first one, or one that was added
+            plan = Session(self.optimizer, Options(state=self.rules)).bind_and_plan()
+            self._known = {id(bound.param): plan.storages(bound.task.name) for bound in plan.bound.values()}
+        return self._known.setdefault(id(param), lambda *_: None)

@@ -120,6 +120,12 @@ class Template:
         """The names of its hyperparameters, which all tasks of one parameter group share."""
         return [leaf.name for leaf in self.inputs if leaf.role is Role.SCALAR]
 
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves of the state that are known, each once."""
+        known = {leaf.name: leaf for leaf in (*self.inputs, *self.state) if leaf.role is Role.STATE}
+        return tuple(known.values())
+
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)
 
@@ -190,8 +196,14 @@ class Placed:
     @property
     def stored(self) -> dict[str, Storage]:
         """How leaves of its state are stored that are not stored as they are."""
-        leaves = (*self.template.inputs, *self.template.state)
-        return {leaf.name: leaf.stored for leaf in leaves if leaf.stored is not None}
+        return {leaf.name: leaf.stored for leaf in self.template.leaves if leaf.stored is not None}
+
+    @property
+    def opened(self) -> tuple[str, ...]:
+        """The stored leaves that its graphs read, or that it writes."""
+        graphs = (self.prepare, self.compute, self.apply)
+        read = {str(n.target) for graph in graphs for n in graph.nodes if n.op == "placeholder" and n.users}
+        return tuple(name for name in self.stored if name in read or name in self.template.writes)
 
     @property
     def owner_writes(self) -> tuple[str, ...]:
@@ -416,7 +428,7 @@ class Step:
 
     def fetches(self, group: MicroGroup) -> bool:
         """Whether leaves of a micro-group are stored in another way than steps need them."""
-        return any(self._placed[name].stored for name in {self.task(task).placed for task in group.tasks})
+        return any(self._placed[name].opened for name in {self.task(task).placed for task in group.tasks})
 
     def grid_of(self, group: MicroGroup) -> Grid:
         """The grid that the tasks of a micro-group share."""

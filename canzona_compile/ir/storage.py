@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,6 +45,12 @@ class Storage:
     def __str__(self) -> str:
         return " ".join(filter(None, (self.dtype, "cpu" if self.host else "")))
 
+    def fitting(self, dtype: torch.dtype) -> Storage | None:
+        """The storage of a leaf of this dtype, which "bfloat16" must not widen; None if nothing is left of it."""
+        if self.dtype != "bfloat16" or dtype.itemsize > 2:
+            return self
+        return replace(self, dtype="") if self.host else None
+
     def shapes(self, shape: Shape, dtype: torch.dtype) -> list[tuple[Shape, torch.dtype]]:
         """Shapes and dtypes of the tensors that store a leaf of `shape` and `dtype`."""
         if self.dtype != "int8":
@@ -69,22 +75,34 @@ class StateRules:
     lenient: bool = False
 
     def __str__(self) -> str:
+        if self.lenient:
+            return f"{self.rules[0][1]} or more"
         return ", ".join(f"{pattern}: {storage}" for pattern, storage in self.rules)
 
-    def of(self, leaf: str) -> Storage | None:
-        """The storage of a leaf, by its name; None if it stays as it is."""
-        return next((storage for pattern, storage in self.rules if fnmatchcase(leaf, pattern)), None)
+    def of(self, leaf: str, dtype: torch.dtype) -> Storage | None:
+        """The storage of a leaf, by its name; None if it stays as it is, as leaves of 16 bits do under "bfloat16"."""
+        found = next((storage for pattern, storage in self.rules if fnmatchcase(leaf, pattern)), None)
+        return None if found is None else found.fitting(dtype)
 
-    def of_eager(self, leaf: str) -> Storage | None:
+    def of_eager(self, leaf: str, dtype: torch.dtype) -> Storage | None:
         """The storage of a leaf of an eager step, of which no graph shows what it does."""
-        found = self.of(leaf)
-        return replace(found, dtype="bfloat16") if found is not None and found.dtype == "int8" else found
+        found = self.of(leaf, dtype)
+        if found is None or found.dtype != "int8":
+            return found
+        if not self.lenient:
+            raise CanzonaError(
+                f"state {leaf!r} cannot be stored as int8: its step runs eagerly, so nothing shows whether it divides "
+                "by it",
+                at=WHERE,
+                hint='store it as "bfloat16"',
+            )
+        return replace(found, dtype="bfloat16").fitting(dtype)
 
     def check_fit(self, leaves: Iterable[str]) -> None:
-        """Raise if a pattern fits none of the leaves of the state."""
+        """Raise if a pattern fits none of the leaves of the state. "*" is for all leaves, also where there are none."""
         names = sorted(set(leaves))
         for pattern, _ in self.rules:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                 raise CanzonaError(
                     f"{pattern!r} fits no leaf of the state",
                     at=WHERE,
@@ -94,7 +112,7 @@ class StateRules:
 
 def rules_of(given: StateOption) -> StateRules | None:
     """Read what users gave as `state=`."""
-    if given is None:
+    if given is None or given == {}:
         return None
     if isinstance(given, str):
         return StateRules((("*", storage_of(given)),), lenient=True)
@@ -109,7 +127,12 @@ def rules_of(given: StateOption) -> StateRules | None:
 
 def parse_state(text: str) -> str | dict[str, str]:
     """Read what a command is given: one storage, or "momentum_buffer=int8,exp_avg*=bfloat16 cpu"."""
-    return dict(part.split("=", 1) for part in text.split(",")) if "=" in text else text
+    if "=" not in text:
+        return text
+    parts = [part.partition("=") for part in text.split(",")]
+    if bad := next((leaf for leaf, equals, _ in parts if not equals), None):
+        raise CanzonaError(f"--state: {bad!r} is not leaf=how", at=WHERE, hint='such as "momentum_buffer=int8"')
+    return {leaf: how for leaf, _, how in parts}
 
 
 def storage_of(text: str) -> Storage:
@@ -134,7 +157,7 @@ def encode(value: Tensor) -> tuple[Tensor, Tensor]:
 
     Each block of `BLOCK` elements of a row is scale * code, with codes from -127 to 127, rounded to nearest, ties to
     even. A scale is the largest magnitude / 127, rounded up to so few digits that scale * code needs no rounding: 17,
-    or for floats of 16 bits a power of two. It is at least the least normal number. So what `decode` returns has the
+    or for floats of 16 bits a power of two. So what `decode` returns has the
     very codes and scales that it was decoded from. A block with an infinity or a NaN becomes NaN.
 
     Returns:
@@ -142,10 +165,12 @@ def encode(value: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = in_blocks(value.float())
     largest = blocks.abs().amax(-1)
-    least = max(torch.finfo(kind).smallest_normal for kind in (value.dtype, torch.float32))
-    scales = with_digits(largest / LARGEST, 1 if value.dtype.itemsize == 2 else 24 - CODE_DIGITS).clamp(min=least)
-    scales = torch.where(largest == 0, 0.0, scales)
-    codes = (blocks / scales.unsqueeze(-1)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
+    narrow = value.dtype.itemsize == 2
+    least = 2.0**-24 if value.dtype == torch.float16 else torch.finfo(torch.float32).smallest_normal
+    scales = with_digits(largest.nan_to_num(0.0, 0.0) / LARGEST, 1 if narrow else 24 - CODE_DIGITS).clamp(min=least)
+    codes = (blocks / scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0).round_().to(torch.int8)
+    scales = torch.where((codes == 0).all(-1), 0.0, scales)
+    scales = torch.where(largest.isfinite(), scales, math.nan)
     return codes.flatten(-2)[..., : value.shape[-1]].contiguous(), scales
 
 
@@ -186,14 +211,15 @@ class Stored:
         value: the leaf, which it keeps nothing of.
 
     Attributes:
+        laid: whether it is the fragment of a DTensor that is laid out like its parameter.
         tensors: what it is stored in: one tensor, or codes and scales.
     """
 
-    __slots__ = ("device", "dtype", "shape", "storage", "stride", "tensors")
+    __slots__ = ("device", "dtype", "laid", "shape", "storage", "stride", "tensors")
 
-    def __init__(self, storage: Storage, value: Tensor) -> None:
+    def __init__(self, storage: Storage, value: Tensor, laid: bool = False) -> None:
         self.storage, self.shape, self.dtype, self.device = storage, tuple(value.shape), value.dtype, value.device
-        self.stride = value.stride()
+        self.stride, self.laid = value.stride(), laid
         self.tensors = tuple(self._memory(*form) for form in storage.shapes(self.shape, self.dtype))
         self.close(value)
 
@@ -213,6 +239,16 @@ class Stored:
     def nbytes(self) -> int:
         """Bytes that it takes, wherever it is."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles have: of host memory, once the device has written it."""
+        if self.storage.host and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def __repr__(self) -> str:
         return f"Stored({list(self.shape)}, {self.dtype}, as {self.storage})"

@@ -51,6 +51,7 @@ class ProgramBuilder:
         self.stream = CALLER
         self.event: Event | None = None
         self.fetched: dict[int, dict[fx.Node, fx.Node]] = defaultdict(dict)  # by micro-group and input, what is open
+        self.written_leaves: set[fx.Node] = set()  # the inputs of leaves that are stored again
         self.events: dict[fx.Node, Event] = {}
         self.streams: dict[fx.Node, str] = {}  # the stream of each call
         self.written: dict[fx.Node, list[fx.Node]] = {}  # for some calls, the arguments that they write
@@ -93,6 +94,8 @@ class ProgramBuilder:
         stored = self.leaf(placed, group, names, name, where)
         assert self.event is not None
         self.fetched[self.event.micro_group][stored] = self.call(storage.fetch, stored)
+        if name in placed.template.writes:
+            self.written_leaves.add(stored)
 
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
         """Add the call of a function on the present stream."""

@@ -15,8 +15,9 @@ from torch.nn import Parameter
 
 from canzona_compile.compat.torch_private import FakeTensor, pytree
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.storage import storable
 from canzona_compile.replica.copies import deep_copy
-from canzona_compile.tensors import expanded, overlap
+from canzona_compile.tensors import expanded, local_part, overlap
 
 CONTAINERS = (dict, list, tuple)
 LeafForm = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
@@ -41,6 +42,28 @@ def leaf_forms(state: Mapping[str, Any]) -> frozenset[LeafForm]:
         else (name, None, None, None)
         for name, v in state_leaves(state)
     )
+
+
+def leaves_with_paths(state: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The leaves of a state, each after its path, of which `keys_of` makes keys."""
+    return list(pytree.tree_flatten_with_path(dict(state))[0])
+
+
+def storable_leaves(state: Mapping[str, Any]) -> dict[LeafPath, tuple[str, Tensor]]:
+    """The leaves of a state that can be stored in another way: their names and this rank's parts, by path.
+
+    Left out are numbers and counters, tensors of classes of their own, and those that show memory of others.
+    """
+    leaves = {keys_of(path): leaf for path, leaf in leaves_with_paths(state)}
+    parts = {path: local_part(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    return {
+        path: (leaf_name(path), own)
+        for path, own in parts.items()
+        if type(own) in (Tensor, Parameter)
+        and storable(own.shape, own.dtype)
+        and not expanded(own)
+        and not any(overlap(own, other) for at, other in parts.items() if at != path)
+    }
 
 
 def python_leaves(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,8 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         elif bound.kind.maker is not None:
             yield ExplainedParameter(name, shape, "eager", reason, cell="own object")
         elif reason:
-            yield ExplainedParameter(name, shape, "eager", f"matrix by matrix, because {reason}", cell="matrix")
+            eager = f"matrix by matrix, because {reason}" + (f"; state={plan.rules}" if plan.rules else "")
+            yield ExplainedParameter(name, shape, "eager", eager, cell="matrix")
         else:
             rank, why = place_of(owned[name])
             yield ExplainedParameter(name, shape, "compiled", why + way_of(bound) + stored_as(plan, bound), rank)
@@ -155,7 +156,8 @@ def way_of(bound: BoundParam) -> str:
 def stored_as(plan: Plan, bound: BoundParam) -> str:
     """Say which leaves of the state are stored in another way, and how."""
     storage_of = plan.storages(bound.task.name)
-    found = names_by_storage((leaf.name, storage_of(leaf.name)) for leaf in bound.kind.state)
+    leaves = ((leaf.name, leaf.dtype) for leaf in bound.kind.state)
+    found = names_by_storage((name, storage_of(name, dtype)) for name, dtype in leaves if dtype is not None)
     return "".join(f"; {', '.join(names)} stored as {storage}" for storage, names in found.items())
 
 

@@ -79,7 +79,8 @@ def facts_of_all(sessions: Sequence[Session]) -> Facts:
 def state_figures(session: Session) -> tuple[StateFigure, ...]:
     """Sum up the leaves of the state on this rank by name, and by how they are stored."""
     found: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for state in session.optimizer.state.values():
+    states = (state for param, state in session.optimizer.state.items() if isinstance(param, Tensor))
+    for state in states:
         for name, value in state_leaves(state):
             if not isinstance(value, Tensor | Stored):
                 continue

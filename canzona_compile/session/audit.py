@@ -63,7 +63,7 @@ class Audit:
     def _states(self) -> dict[Tensor, dict[str, Any]]:
         """The state of every parameter, with the counters that it has now."""
         found = {
-            key: pytree.tree_map(opened, dict(state))  # with its own containers
+            key: pytree.tree_map(lambda leaf: leaf, dict(state))  # with its own containers
             for key, state in self.optimizer.state.items()
             if isinstance(key, Tensor) and state
         }
@@ -76,7 +76,7 @@ class Audit:
                 shape = tuple(key.shape) if leaf.shape == bound.task.shape else leaf.shape
                 write(state, bound.kind.paths[leaf.name], replace(leaf, shape=shape), bound.kind.structure)
             found[key] = state
-        return found
+        return {key: pytree.tree_map(opened, state) for key, state in found.items()}
 
     def _expected(self, name: str) -> Expected:
         task, bound = self.plan.owned.task(name), self.plan.bound[name]

@@ -25,7 +25,7 @@ from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import watched
 from canzona_compile.replica.snapshot import Contents, Snapshot
 from canzona_compile.session.plan import BoundParam
-from canzona_compile.session.state import StateStore
+from canzona_compile.session.state import StateStore, put
 from canzona_compile.tensors import plain_attributes
 
 
@@ -54,7 +54,7 @@ class Cells:
         if drew():
             self._check_draws(task)
         if state is not before:
-            self.optimizer.state[bound.param] = self.store.stored(task, state, before)
+            put(before, self.store.stored(task, state, before))
         return new, state
 
     def _check_draws(self, task: str) -> None:

@@ -112,6 +112,9 @@ class Described:
         return tuple(found)
 
 
+StorageOf = Callable[[str, torch.dtype], Storage | None]  # by the name of a leaf, and its dtype
+
+
 # -- plans ------------------------------------------------------------------------------------------
 
 
@@ -150,13 +153,13 @@ class Plan:
         """Return the tensor leaves of the state of a parameter, each with how it is stored."""
         return with_storage(self.bound[task].kind.state, self.placed(task))
 
-    def storages(self, task: str) -> Callable[[str], Storage | None]:
-        """Return what tells by their names how leaves of a parameter's state are stored that no program works on."""
+    def storages(self, task: str) -> StorageOf:
+        """Return what tells how leaves of a parameter's state are stored that no program works on."""
         template = self._templates[self.bound[task].kind.template.name]
         if template.interpreted:
-            return (lambda _: None) if self.rules is None else self.rules.of_eager
-        marked = {leaf.name: leaf.stored for leaf in (*template.inputs, *template.state)}
-        return lambda name: marked.get(name)
+            return (lambda *_: None) if self.rules is None else self.rules.of_eager
+        marked = {leaf.name: leaf.stored for leaf in template.leaves}
+        return lambda name, _: marked.get(name)
 
     @cached_property
     def _templates(self) -> dict[str, Template]:
@@ -230,15 +233,17 @@ def make_plan(
     options: Options,
     observers: Sequence[Observer] = (),
     owned_as: Step | None = None,
+    complete: bool = True,
 ) -> Plan:
     """Make the plan of an optimizer: give every task that needs one an owner rank.
 
     Args:
         owned_as: a step that has the owners of the same tasks already; None if they are to be chosen.
+        complete: whether these are the parameters of all optimizers that step together.
     """
     tell(f"planning {len(bound)} parameters")
     captured = captured_step(bound, optimizer, options)
-    owned, history = run(captured, planning_passes(options, owned_as), observers)
+    owned, history = run(captured, planning_passes(options, owned_as, complete), observers)
     by_name = {b.task.name: b for b in bound}
     check_pieces(bound, owned)
     variant_periods = {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}

@@ -275,7 +275,8 @@ class Session(PortableState):
         if self.shared is not None:  # only ranks that share tasks have announced that they plan again
             together = [self] if self.siblings is None else self.siblings.sessions
             members = {ranks for session in together for ranks in session.shared or ()}
-        agreements.report(members, error, "" if self.siblings is None else self.siblings.text)
+        text = "" if self.siblings is None else self.siblings.text
+        agreements.report(members, error, f"{text} state={self.options.state}" if self.options.state else text)
         (plan,) = found
         if self.shared is not None:
             grids = {task.layout.grid.members() for task in plan.owned.tasks if task.layout.grid.size > 1}
@@ -327,7 +328,8 @@ class Session(PortableState):
         binders = {self: self.exchanged()} if siblings is None else siblings.exchanged(self)
         bound = self.bind(binders[self])
         owned_as = None if siblings is None else siblings.owned(self, bound, binders)
-        plan = make_plan(bound, self.optimizer_name, self.options, self.observers, owned_as)
+        alone = self.siblings is None  # in a dummy step, others of a chain are not bound
+        plan = make_plan(bound, self.optimizer_name, self.options, self.observers, owned_as, complete=alone)
         if self.number == 1 and self.options.replicate is None:
             notice_data_parallel(plan.owned, [param for _, _, param in self.named])
         if self.options.plan is not None and owned_as is None:

@@ -12,7 +12,7 @@ temporary state of first steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +28,23 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Box, Layout, Shape, laid_out_like
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Leaf, Role, Task
-from canzona_compile.ir.storage import Stored, opened, storable
-from canzona_compile.replica.leaves import empty_containers, paths_of, read, structure_of, write
+from canzona_compile.ir.storage import Stored, opened
+from canzona_compile.replica.leaves import (
+    empty_containers,
+    keys_of,
+    leaves_with_paths,
+    paths_of,
+    read,
+    storable_leaves,
+    structure_of,
+    write,
+)
 from canzona_compile.replica.raised import first_line
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import BoundParam, Plan
-from canzona_compile.tensors import inner_tensors, local_part
+from canzona_compile.tensors import inner_tensors
 from canzona_compile.views.view import held_part
 
 
@@ -261,15 +270,17 @@ class StateStore:
         bound = self.plan.bound[task.name]
         state: dict[str, Any] = self.optimizer.state.get(bound.param, {})
         if bound.kind.recorder is None:
-            return self._from_owner(task, self.unstored(task.name, state))
+            return self._from_owner(task, state)
         kind = bound.kind
-        state = self.unstored(task.name, state)
         merged: dict[str, Any] = {}
         resident = {leaf.name: leaf for leaf in self.leaves(task.name) if self.is_resident(leaf, task.name)}
         for name, path in kind.paths.items():
             if name in resident and task.name in self.initialised:
                 write(merged, path, self._distribute(task, resident[name], bound), kind.structure)
-            elif (value := read(state, path)) is not None or name in kind.python_state:
+            elif isinstance(value := read(state, path), Stored):
+                (leaf,) = (own for own in self.leaves(task.name) if own.name == name)
+                write(merged, path, like_param(value.open(), bound.param, leaf), kind.structure)
+            elif value is not None or name in kind.python_state:
                 write(merged, path, value, kind.structure)
         return {**merged, **{k: v for k, v in state.items() if k not in merged}}
 
@@ -292,10 +303,11 @@ class StateStore:
         """Broadcast the state of an interpreted task from its owner. The state may hold any Python object."""
         grid = task.layout.grid
         if grid.size == 1 or task.owner is None:
-            return portable_of(state)
+            return portable_of(self.unstored(task.name, state))
         refused: CanzonaError | None = None
+        known = state
         try:
-            state = portable_of(state)
+            state = portable_of(self.unstored(task.name, state))
         except CanzonaError as error:  # the others wait for what is sent, so they get the error in its place
             refused = error
         source = grid.ranks[task.owner[0]][task.owner[1]]
@@ -306,7 +318,7 @@ class StateStore:
             problem, at, hint = found
             raise CanzonaError(problem, at=at, hint=hint) from refused
         if not self.owns(task):
-            state.update(structure_of(found))  # the load of a checkpoint looks here for its keys
+            known.update(structure_of(found))  # the load of a checkpoint looks here for its keys
         return found
 
     def cleared(self, task: Task) -> bool:
@@ -334,18 +346,22 @@ class StateStore:
         """
         if self.plan.rules is None:
             return state
-        storage_of, found = self.plan.storages(task), containers(state)
-        for name, path in paths_of(found).items():
-            value = read(found, path)
-            if not isinstance(value, Tensor) or not storable(value.shape, value.dtype):
-                continue
-            old = None if before is None else read(before, path)
-            local = local_part(value)
+        storage_of = self.plan.storages(task)
+        known = {} if before is None else {keys_of(path): own for path, own in leaves_with_paths(before)}
+        leaves = storable_leaves(state)
+
+        def held(path: Any, value: Any) -> Any:
+            if (own := leaves.get(keys_of(path))) is None:
+                return value
+            name, local = own
+            old = known.get(keys_of(path))
             if isinstance(old, Stored) and (old.shape, old.dtype) == (tuple(local.shape), local.dtype):
                 old.close(local)
-                write(found, path, old, found)
-            elif (storage := storage_of(name)) is not None:
-                write(found, path, Stored(storage, local), found)
+                return old
+            storage = storage_of(name, local.dtype)
+            return value if storage is None else Stored(storage, local, isinstance(value, DTensor))
+
+        found: dict[str, Any] = pytree.tree_map_with_path(held, dict(state))
         return found
 
     def unstored(self, task: str, state: dict[str, Any]) -> dict[str, Any]:
@@ -357,10 +373,10 @@ class StateStore:
         def seen(value: Any) -> Any:
             if not isinstance(value, Stored):
                 return value
-            local = value.open()
-            return laid_out_like(local, param) if local.shape == local_part(param).shape else local
+            return laid_out_like(value.open(), param) if value.laid else value.open()
 
-        return containers(state, seen)
+        found: dict[str, Any] = pytree.tree_map(seen, dict(state))
+        return found
 
     # -- through views -------------------------------------------------------------------------------
 
@@ -394,9 +410,10 @@ def restoring(optimizer: Optimizer) -> Iterator[None]:
         optimizer.state.update(own)
 
 
-def containers(state: Mapping[str, Any], change: Callable[[Any], Any] = lambda leaf: leaf) -> dict[str, Any]:
-    """Copy the containers of a state, with its leaves or what is made of them."""
-    return {key: pytree.tree_map(change, value) for key, value in state.items()}
+def put(held: dict[str, Any], new: dict[str, Any]) -> None:
+    """Give a dict of the state, which users may hold, new content."""
+    held.clear()
+    held.update(new)
 
 
 def kept(leaf: Leaf, value: Tensor) -> Tensor | Stored:

@@ -32,7 +32,7 @@ from canzona_compile.session.cells import Cells
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import BoundParam, Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey, ProgramMaker
-from canzona_compile.session.state import StateStore
+from canzona_compile.session.state import StateStore, put
 from canzona_compile.session.variant_selection import (
     Names,
     Ranks,
@@ -308,7 +308,9 @@ class StepDriver:
         shape.
         """
         present = [b for b in self.plan.elementwise if b.task.name in self.gradients.found]
-        parts = [present] if self.plan.rules is None else portions(present, self.maker.options.any_capacity)
+        counted = any(isinstance(v, torch.Tensor) for group in self.optimizer.param_groups for v in group.values())
+        whole = self.plan.rules is None or counted  # what a step writes to a tensor of a group, it writes once
+        parts = [present] if whole else portions(present, self.maker.options.any_capacity)
         for part in parts if present else ():
             self._step_part(part)
 
@@ -328,9 +330,12 @@ class StepDriver:
         for param, memory in doubles:  # a step that assigns to `.data` moves a double out of the memory of its bucket
             if not isinstance(param, DTensor) and param.data_ptr() != memory.data_ptr():
                 param.data = memory.copy_(param.data)
-        for b in present:
-            if b.param in twin.state:
-                state[b.param] = store.stored(b.task.name, twin.state[b.param], before.get(b.param))
+        for b in (b for b in present if b.param in twin.state):
+            new = store.stored(b.task.name, twin.state[b.param], before.get(b.param))
+            if b.param in before and new is not before[b.param]:
+                put(before[b.param], new)
+            else:
+                state[b.param] = new
 
     def _run(self, program: BoundProgram) -> None:
         if self.clock is None:

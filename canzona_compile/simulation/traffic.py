@@ -15,7 +15,7 @@ from canzona_compile.analysis.roofline import GraphTime, PlacedTime
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import is_operator
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Leaf, MicroGroup, Phase, Placed, Step, Task, Wire
+from canzona_compile.ir.step import Leaf, MicroGroup, Phase, Step, Task, Wire
 from canzona_compile.lowering.batch_graph import LoopOver, product
 from canzona_compile.machine.hardware import Hardware
 
@@ -97,7 +97,7 @@ def traffic(
         made.apply += share * (time.apply.seconds + 2 * time.kept / hardware.bandwidth)
         up, down = boxes.bytes(task, cut.gather), boxes.bytes(task, cut.scatter)
         owner = task.owner
-        for leaf in stored_leaves(cut):
+        for leaf in (own for own in cut.template.leaves if own.name in cut.opened):
             seconds = opening(leaf, hardware)
             at: Any = (slice(None) if owner is None else owner) if leaf.name in cut.resident else slice(None)
             part = 1.0 if leaf.name in cut.resident else share
@@ -136,12 +136,6 @@ def traffic(
 
 # Bytes per second between the memory of a GPU and of its host: PCIe 5.0 with 16 lanes, of 64 GB/s by its standard.
 HOST_LINK = 55e9
-
-
-def stored_leaves(cut: Placed) -> list[Leaf]:
-    """The leaves of a cut's state that are stored in another way than its step needs them."""
-    leaves = {leaf.name: leaf for leaf in (*cut.template.inputs, *cut.template.state)}
-    return [leaf for leaf in leaves.values() if leaf.stored is not None]
 
 
 def opening(leaf: Leaf, hardware: Hardware) -> float:

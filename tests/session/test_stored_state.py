@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
 from canzona_compile.api.round_state import rounding
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.storage import Stored, rounded, rules_of
+from canzona_compile.ir.storage import Stored, rounded, rules_of, storage_of
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon, Shampoo
 from canzona_compile.optimizers import Muon as StackMuon
 from canzona_compile.session.cells import Cells
@@ -34,6 +35,20 @@ from tests.harness.pairs import Pair, different, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import HostReading
 
+
+class OddState(HostReading):
+    """An eager step whose state has a tuple, one tensor under two names, and an expanded one."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            shared = torch.zeros_like(param)
+            state |= {"pair": (torch.zeros_like(param), 3), "one": shared, "two": shared}
+            state["same"] = torch.zeros(1, 1).expand(param.shape)
+        state["one"].lerp_(grad, 0.3)
+        state["pair"][0].add_(state["two"])
+        super().update(param, grad + state["pair"][0] + state["same"], group, state)
+
+
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.1),
     "stacks": lambda params: StackMuon(params, lr=0.1),
@@ -43,6 +58,7 @@ MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "normuon": lambda params: NorMuon(params, lr=0.01),
     "adamw": lambda params: AdamW(params, lr=0.01),
     "eager": lambda params: HostReading(params, lr=0.1),
+    "odd eager": lambda params: OddState(params, lr=0.1),
 }
 INT8 = {"momentum_buffer": "int8"}
 MEANS = {"momentum_buffer": "int8", "second_moment": "bfloat16 cpu"}
@@ -70,6 +86,8 @@ WAYS = [
     ("kl-soap", "bfloat16 cpu", SHAPES, Case("fsdp", (2,))),
     ("shampoo", {"momentum_buffer": "int8", "*": "bfloat16"}, SHAPES, Case("fsdp", (2,))),
     ("eager", "bfloat16 cpu", SHAPES, Case("fsdp", (2,))),
+    ("eager", "bfloat16", ((1, 8), (6, 6)), Case("fsdp", (1,))),
+    ("odd eager", "bfloat16", SHAPES, Case("fsdp", (2,))),
     ("adamw", ADAM, SHAPES, Case("fsdp", (2,))),
     ("adamw", "bfloat16", ((5, 3), (3, 130)), Case("fsdp", (2,))),
 ]
@@ -194,9 +212,9 @@ def moved(before: Any, after: Any) -> list[str]:
     other.wrapped.load_state_dict(saved)
     if after is not None:
         canzona_compile.round_state(other.plain, after)
-        if after != before:  # what is loaded is stored, too
-            for held in other.plain.state.values():
-                held["momentum_buffer"].copy_(rounded(held["momentum_buffer"], rules_of(after).of("momentum_buffer")))
+        rules = rules_of(after)
+        assert rules is not None
+        rounding(other.plain, rules)()  # what is loaded is stored, too
     other.number = pair.number
     other.go(2)
     return other.different()
@@ -215,7 +233,7 @@ def begun(state: Any) -> Any:
     """A state dict of whole tensors after three steps, and the parameters."""
     pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=state, captures_anew=True)
     pair.go(3)
-    held = torch.utils._pytree.tree_map(full_tensor, pair.wrapped.state_dict())
+    held = torch.utils._pytree.tree_map_only(Tensor, full_tensor, pair.wrapped.state_dict())
     return held, [full_tensor(param).detach() for param in params_of(pair.wrapped)]
 
 
@@ -375,14 +393,47 @@ def test_codes_need_a_captured_step() -> None:
         fed(params_of(optimizer), 0)
         optimizer.step()
 
-    with pytest.raises(CanzonaError, match="is not captured"):
+    with pytest.raises(CanzonaError, match="its step runs eagerly"):
         tried()
 
 
-def disagreeing() -> str:
-    pair = Pair(
-        MAKERS["muon"], SHAPES, Case("fsdp", (2,)), state=INT8 if dist.get_rank() else "cpu", captures_anew=True
-    )
+def test_what_round_state_takes() -> None:
+    optimizer = MAKERS["muon"](parameters(SHAPES))
+    with pytest.raises(CanzonaError, match="the optimizer is wrapped"):
+        canzona_compile.round_state(canzona_compile.wrap(MAKERS["muon"](parameters(SHAPES))), "int8")
+    with pytest.raises(CanzonaError, match=r"takes a torch.optim.Optimizer, not a int"):
+        canzona_compile.round_state(3, "int8")  # type: ignore[arg-type]
+    canzona_compile.round_state(optimizer, "int8")
+    fed(params_of(optimizer), 0)
+    optimizer.step()
+    optimizer.add_param_group({"params": parameters([(8, 20)])})  # which is rounded, too
+    fed(params_of(optimizer), 1)
+    optimizer.step()
+    for param in params_of(optimizer):
+        momentum = optimizer.state[param]["momentum_buffer"]
+        assert torch.equal(rounded(momentum, storage_of("int8")), momentum)
+
+
+def prepared_by_dcp(_: int) -> list[str]:
+    """torch.distributed.checkpoint takes a step to make state, of each optimizer of a chain alone."""
+    whole = model()
+    fully_shard(whole, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    state = {"momentum_buffer": "int8", "exp_avg*": "bfloat16"}
+    optimizer = canzona_compile.muon_adamw(whole, lr=0.01, state=state)
+    get_optimizer_state_dict(whole, optimizer)
+    fed(whole.parameters(), 0)
+    optimizer.step()
+    return []
+
+
+@pytest.mark.ranks
+def test_state_that_a_checkpoint_prepares() -> None:
+    assert run(2, prepared_by_dcp, 0) == [[], []]
+
+
+def disagreeing(name: str) -> str:
+    state = "bfloat16" if dist.get_rank() else "cpu"
+    pair = Pair(MAKERS[name], SHAPES, Case("fsdp", (2,)), state=state, captures_anew=True)
     try:
         pair.go(1)
     except CanzonaError as error:
@@ -391,7 +442,8 @@ def disagreeing() -> str:
 
 
 @pytest.mark.ranks
-def test_ranks_that_disagree() -> None:
-    for said in run(2, disagreeing):
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_ranks_that_disagree(name: str) -> None:
+    for said in run(2, disagreeing, name):
         assert said.startswith("RankMismatch")
         assert "state" in said

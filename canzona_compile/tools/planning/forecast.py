@@ -38,7 +38,6 @@ from canzona_compile.tools.planning.figures import (
     TemplateCost,
     Zero1Forecast,
 )
-from canzona_compile.tools.planning.local import state_leaves
 from canzona_compile.tools.planning.lowered import LoweredPlan, Request, passes_around
 
 Templates = tuple[str, ...]  # of all tasks with a period, in their order
@@ -185,7 +184,7 @@ def held_state(step: Step, tasks: Sequence[Task]) -> tuple[dict[int, tuple[float
         alike[id(task.layout), task.placed].append(task)
     for (_, name), same_kind in alike.items():
         cut, layout = placed[name], same_kind[0].layout
-        for leaf in state_leaves(cut.template):
+        for leaf in cut.template.leaves:
             place = int(leaf.stored is not None and leaf.stored.host)
             whole, spread = leaf.nbytes(leaf.shape), leaf.shape == layout.shape
             for s, box in enumerate(layout.boxes):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.step import Leaf, Role, Step, Task, Template
+from canzona_compile.ir.step import Step, Task
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.tools.planning.figures import LocalForecast
 from canzona_compile.tools.planning.offline import Captured
@@ -34,7 +34,7 @@ def local_forecast(begun: Captured, owned: Step, buckets: Sequence[Bucket], hard
         own = held[rank]
         own[0] += count
         own[2] += count * per_element[kinds[name].name]
-        for leaf in state_leaves(kinds[name]) if count else ():
+        for leaf in kinds[name].leaves if count else ():
             shared = leaf.shape == kinds[name].shape and leaf.shape
             host = leaf.stored is not None and leaf.stored.host
             own[3 if host else 1] += count * leaf.element_bytes if shared else leaf.nbytes(leaf.shape)
@@ -62,8 +62,3 @@ def updated(tasks: Mapping[str, Task], buckets: Sequence[Bucket]) -> Iterator[tu
     for name, task in tasks.items():
         for row in task.layout.grid.ranks:
             yield from ((name, rank, box.numel) for rank, box in zip(row, task.layout.boxes, strict=True))
-
-
-def state_leaves(template: Template) -> tuple[Leaf, ...]:
-    """The leaves of a template's state."""
-    return template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)
