@@ -55,6 +55,7 @@ PUBLIC = {
     "muon_adamw",
     "optimizer_for",
     "plan",
+    "round_state",
     "soap_adamw",
     "unwrap",
     "verify",
