@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -32,7 +33,9 @@ from rich.table import Table
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
+from canzona_compile.tools import processes
 from canzona_compile.tools.processes import run_ranks
+from canzona_compile.tools.verification.steps_as_is import run_as_is
 from rival_builds import ALL, NOT_TRIED, RIVALS, SHAPES, VERIFY_LAYOUT, Rival, build, resumed, save_first, shapes_of
 
 RANKS = (2, 4)
@@ -163,6 +166,9 @@ def main() -> None:
     parser.add_argument("--ranks", help="comma-separated numbers of processes (default: 2,4)")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write the tables there")
     given = parser.parse_args()
+    # Processes of each comparison are forked from one that has torch: a spawned one would take seconds to import it.
+    processes.START_METHOD = "forkserver"
+    multiprocessing.set_forkserver_preload([run_as_is.__module__, build.__module__])
     ranks = tuple(map(int, given.ranks.split(","))) if given.ranks else RANKS
     table, found, began = Table(*HEAD), list[Row | tuple[Rival, str]](), time.monotonic()
     for one in rows(given.only, ranks):
