@@ -212,13 +212,13 @@ def draw(path: Path) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Write the tables, which the page includes, and the picture."""
+    """Write the tables, which the pages include, and the picture. The one of stored state needs a part of the runs."""
+    (LOGS / "state.md").write_text("\n".join([*stored(), ""]), encoding="utf-8")
     machines = {log.machine for model in MODELS for optimizer in OPTIMIZERS for log in of_seeds(model, optimizer)[1]}
     parts = [f"On {'; '.join(sorted(machines))}. *: the lowest or the highest learning rate that was tried.", ""]
     for model in MODELS:
         parts += [f"**{model}**", "", *table(model), ""]
     (LOGS / "table.md").write_text("\n".join(parts), encoding="utf-8")
-    (LOGS / "state.md").write_text("\n".join([*stored(), ""]), encoding="utf-8")
     draw(folder / "images" / "convergence.svg")
 
 

@@ -76,7 +76,7 @@ class StateRules:
 
     def __str__(self) -> str:
         if self.lenient:
-            return f"{self.rules[0][1]} or more"
+            return str(self.rules[0][1])
         return ", ".join(f"{pattern}: {storage}" for pattern, storage in self.rules)
 
     def of(self, leaf: str, dtype: torch.dtype) -> Storage | None:

@@ -143,6 +143,7 @@ def test_every_optimizer_on_every_layout(name: str, case: Case) -> None:
     ("make", "state", "options"),
     [
         ("muon and adamw", {"momentum_buffer": "int8", "exp_avg*": "bfloat16"}, {}),
+        full("muon and adamw", "int8", {}),
         full("muon and adamw", "cpu", {"gather": "forward"}),
         full("soap", "bfloat16 cpu", {"gather": "forward"}),
         full("shampoo", {"momentum_buffer": "int8", "*": "bfloat16"}, {}),
