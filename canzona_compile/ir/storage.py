@@ -164,19 +164,19 @@ def encode(value: Tensor) -> tuple[Tensor, Tensor]:
         int8 [..., n], and float32 [..., n / BLOCK] rounded up.
     """
     blocks = in_blocks(value.float())
-    largest = blocks.abs().amax(-1)
+    largest = torch.linalg.vector_norm(blocks, math.inf, -1) if blocks.numel() else blocks.new_zeros(blocks.shape[:-1])
     narrow = value.dtype.itemsize == 2
     least = 2.0**-24 if value.dtype == torch.float16 else torch.finfo(torch.float32).smallest_normal
     scales = with_digits(largest.nan_to_num(0.0, 0.0) / LARGEST, 1 if narrow else 24 - CODE_DIGITS).clamp(min=least)
-    codes = (blocks / scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0).round_().to(torch.int8)
-    scales = torch.where((codes == 0).all(-1), 0.0, scales)
-    scales = torch.where(largest.isfinite(), scales, math.nan)
+    codes = (blocks / scales.unsqueeze(-1)).round_().to(torch.int8)
+    scales = torch.where((largest / scales).round() == 0, 0.0, scales)  # where all codes are 0
+    scales = torch.where(largest.isfinite(), scales, math.nan)  # whatever the codes are
     return codes.flatten(-2)[..., : value.shape[-1]].contiguous(), scales
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor [..., n] that codes and scales stand for."""
-    blocks = in_blocks(codes.float()) * scales.unsqueeze(-1)
+    blocks = in_blocks(codes.float()).mul_(scales.unsqueeze(-1))
     return blocks.flatten(-2)[..., : codes.shape[-1]].to(dtype)
 
 
@@ -226,8 +226,13 @@ class Stored:
     def open(self) -> Tensor:
         """The leaf, in memory of its own on its device."""
         parts = [tensor.to(self.device, non_blocking=True) for tensor in self.tensors]
+        if self.storage.dtype == "int8":
+            found = decode(parts[0], parts[1], self.dtype)
+            if found.stride() == self.stride:
+                return found
+            parts = [found]
         value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return value.copy_(decode(parts[0], parts[1], self.dtype) if self.storage.dtype == "int8" else parts[0])
+        return value.copy_(parts[0])
 
     def close(self, value: Tensor) -> None:
         """Store a new value of the leaf."""
