@@ -55,7 +55,7 @@ class Run:
 
     @property
     def arguments(self) -> str:
-        """Of the demo: one process. Exact products in bfloat16 take 20 times as long on some CPUs."""
+        """Of the demo: one process. Exact products in bfloat16 take many times as long on some CPUs."""
         kind = self.optimizer if self.optimizer != INT8 else "muon --state int8"
         asked = f"--ranks 1 --batch {BATCH} --steps {STEPS} --numerics fast --no-digests --optimizer {kind}"
         until = "" if self.steps == STEPS else f" --until {self.steps}"

@@ -18,7 +18,7 @@ from canzona_compile.ir.step import Form, Placed, Step
 class Widening:
     """Where the processor has AVX2 and no AVX-512, products of bfloat16 matrices are products in float32, then rounded.
 
-    torch computes them there element by element: Newton-Schulz on the matrices of `examples/train_lm.py` takes 30 to 50
+    torch computes them there element by element: Newton-Schulz on the matrices of `examples/train_lm.py` takes many
     times as long. Sums have float32 in both, in another order, and results keep their dtype, so the algorithm stays.
     Each rank looks at its own processor: only the owner's graph matters, and where every rank computes a matrix, they
     should be alike.

@@ -46,7 +46,7 @@ def divides(node: fx.Node, elements: set[fx.Node]) -> bool:
         return True
     operator = operator_of(node)
     place = DIVISORS.get(operator)
-    if operator is aten.pow.Tensor_Scalar and isinstance(power := node.args[1], int) and power >= 0:
+    if operator is aten.pow.Tensor_Scalar and isinstance(power := node.args[1], int | float) and power >= 1:
         return False
     return place is not None and node.args[place] in elements
 

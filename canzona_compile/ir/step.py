@@ -201,9 +201,11 @@ class Placed:
     @property
     def opened(self) -> tuple[str, ...]:
         """The stored leaves that its graphs read, or that it writes."""
+        if not (stored := self.stored):
+            return ()
         graphs = (self.prepare, self.compute, self.apply)
         read = {str(n.target) for graph in graphs for n in graph.nodes if n.op == "placeholder" and n.users}
-        return tuple(name for name in self.stored if name in read or name in self.template.writes)
+        return tuple(name for name in stored if name in read or name in self.template.writes)
 
     @property
     def owner_writes(self) -> tuple[str, ...]:

@@ -35,8 +35,9 @@ CONNECTING = (
 # LAUNCHING has the exceptions, which launch kernels only.
 WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr")
 WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd", "cholesky")
-OURS = (program_ops.__name__, storage.__name__)
 LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
+
+OURS = (program_ops.__name__, storage.__name__)  # modules whose functions may be recorded
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -224,6 +225,5 @@ def obstacle_in(target: Any) -> str:
         waits = name in WAITING or name.startswith(WAITING_FAMILIES)
         return f"{name} makes the host wait" if waits and name not in LAUNCHING else ""
     home = str(getattr(target, "__module__", ""))
-    home = home.partition(".")[0] if home not in OURS else home
-    ours = home in (*OURS, "_operator", "builtins", "math", "torch")
+    ours = home in OURS or home.partition(".")[0] in ("_operator", "builtins", "math", "torch")
     return "" if ours else f"it calls {getattr(target, '__name__', type(target).__name__)}, which may not be recorded"

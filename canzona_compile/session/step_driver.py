@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -308,9 +308,11 @@ class StepDriver:
         shape.
         """
         present = [b for b in self.plan.elementwise if b.task.name in self.gradients.found]
-        counted = any(isinstance(v, torch.Tensor) for group in self.optimizer.param_groups for v in group.values())
-        whole = self.plan.rules is None or counted  # what a step writes to a tensor of a group, it writes once
-        parts = [present] if whole else portions(present, self.maker.options.any_capacity)
+        parts: Iterable[Sequence[BoundParam]] = [present]
+        if self.plan.rules is not None:
+            values = (value for group in self.optimizer.param_groups for value in group.values())
+            if not any(isinstance(value, torch.Tensor) for value in values):  # a step writes to such a value once
+                parts = portions(present, self.maker.options.any_capacity)
         for part in parts if present else ():
             self._step_part(part)
 

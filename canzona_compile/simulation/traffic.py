@@ -88,6 +88,7 @@ def traffic(
     prepare, compute, apply, gathered, fetch, store = (np.zeros(shape) for _ in range(6))
     made = GroupTraffic(grid, prepare, compute, apply, ends, gathered, fetch, store)
     launches = Launches(step, group, times, hardware)
+    opened = {p.name: [own for own in p.template.leaves if own.name in p.opened] for p in step.placed if p.opened}
     scattered = np.zeros(shape)  # bytes of updates that a rank has for the other replicas
     moved = Moved(shape)
     for task in tasks:
@@ -97,7 +98,7 @@ def traffic(
         made.apply += share * (time.apply.seconds + 2 * time.kept / hardware.bandwidth)
         up, down = boxes.bytes(task, cut.gather), boxes.bytes(task, cut.scatter)
         owner = task.owner
-        for leaf in (own for own in cut.template.leaves if own.name in cut.opened):
+        for leaf in opened.get(cut.name, ()):
             seconds = opening(leaf, hardware)
             at: Any = (slice(None) if owner is None else owner) if leaf.name in cut.resident else slice(None)
             part = 1.0 if leaf.name in cut.resident else share
