@@ -49,13 +49,13 @@ class OddState(HostReading):
         super().update(param, grad + state["pair"][0] + state["same"], group, state)
 
 
-class Squares(PerParameter):
+class Cubes(PerParameter):
     """Powers of a mean of gradients: nothing is divided by it."""
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         average = state.setdefault("average", torch.zeros_like(param))
         average.mul_(0.9).add_(grad)
-        param.add_(average.pow(2.0), alpha=-group["lr"])
+        param.add_(average.pow(3.0), alpha=-group["lr"])
 
 
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
@@ -67,7 +67,7 @@ MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "normuon": lambda params: NorMuon(params, lr=0.01),
     "adamw": lambda params: AdamW(params, lr=0.01),
     "eager": lambda params: HostReading(params, lr=0.1),
-    "squares": lambda params: Squares(params, lr=0.1),
+    "cubes": lambda params: Cubes(params, lr=0.1),
     "odd eager": lambda params: OddState(params, lr=0.1),
 }
 INT8 = {"momentum_buffer": "int8"}
@@ -82,7 +82,7 @@ COLUMNS = ((6, 256), (8, 200))
 WAYS = [
     ("muon", INT8, SHAPES, Case("fsdp", (2,))),
     ("muon", INT8, SHAPES, ALONE),
-    ("squares", {"average": "int8"}, SHAPES, ALONE),
+    ("cubes", {"average": "int8"}, SHAPES, ALONE),
     ("muon", INT8, COLUMNS, Case("fsdp_columns", (2,))),
     ("muon", INT8, SHAPES, Case("ddp", (2,))),
     ("muon", {"*": "int8 cpu"}, ((7, 9), (1, 130), (5, 3)), Case("fsdp", (4,))),
