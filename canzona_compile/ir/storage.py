@@ -164,7 +164,7 @@ def encode(value: Tensor) -> tuple[Tensor, Tensor]:
         int8 [..., n], and float32 [..., n / BLOCK] rounded up.
     """
     blocks = in_blocks(value.float())
-    largest = torch.linalg.vector_norm(blocks, math.inf, -1) if blocks.numel() else blocks.new_zeros(blocks.shape[:-1])
+    largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # much faster than a norm, and it has NaN's too
     narrow = value.dtype.itemsize == 2
     least = 2.0**-24 if value.dtype == torch.float16 else torch.finfo(torch.float32).smallest_normal
     scales = with_digits(largest.nan_to_num(0.0, 0.0) / LARGEST, 1 if narrow else 24 - CODE_DIGITS).clamp(min=least)
