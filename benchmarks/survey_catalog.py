@@ -29,6 +29,8 @@ class Catalog:
         shapes: of the matrices that it gets.
         compiles: whether its optimizers call Inductor, so that every run of one takes a minute and more.
         needs: modules without which the package cannot be surveyed.
+        alone: whether it is wrapped with `one_per_matrix=`. The state of such objects has a form of its own, and is not
+            compared.
     """
 
     distribution: str
@@ -37,6 +39,7 @@ class Catalog:
     shapes: Shapes = SMALL
     compiles: bool = False
     needs: tuple[str, ...] = ()
+    alone: bool = False
 
     @property
     def version(self) -> str:

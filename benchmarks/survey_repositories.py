@@ -97,7 +97,7 @@ SPLUS_HYPERS = {"lr": 0.2, "b1": 0.9, "b2": 0.95, "weight_decay": 0.001}
 POLARGRAD_HYPERS = {"lr": 1e-3, "momentum": 0.9}
 
 EMERGING = Catalog("", emerging_names, emerging, UNEVEN, True, ("absl", "emerging_optimizers"))
-SHAMPOO = Catalog("", lambda: list(shampoo_hypers()), shampoo, UNEVEN, needs=("distributed_shampoo",))
+SHAMPOO = Catalog("", lambda: list(shampoo_hypers()), shampoo, UNEVEN, needs=("distributed_shampoo",), alone=True)
 KL = of_module(
     "optim",
     {

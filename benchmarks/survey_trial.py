@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ def surveyed(trial: Trial) -> Finding:
     try:
         with untouched():
             wrapped = Run(trial, [laid_out(value, trial.layout, mesh) for value in matrices(trial)])
-            canzona_compile.wrap(wrapped.optimizer, replicate=mesh if trial.layout == "ddp" else None)
+            alone = partial(trial.catalog.build, trial.name) if trial.catalog.alone else None
+            replicate = mesh if trial.layout == "ddp" else None
+            canzona_compile.wrap(wrapped.optimizer, replicate=replicate, one_per_matrix=alone)
             begin = time.perf_counter()
             found = [wrapped.step(0)]
             finding = replace(finding, seconds=time.perf_counter() - begin)
@@ -102,12 +105,13 @@ def surveyed(trial: Trial) -> Finding:
             finding = replace(finding, **figures(wrapped.optimizer))
             params = compared(found, snapshots)
             state = Tally()
-            state.add(dict(wrapped.leaves()), dict(plain.leaves()))
+            if not trial.catalog.alone:
+                state.add(dict(wrapped.leaves()), dict(plain.leaves()))
     except CanzonaError as error:
         return replace(finding, outcome=REFUSED if isinstance(error, REFUSALS) else ERROR, reason=told(error))
     except Exception as error:
         return replace(finding, reason=told(error))
-    finding = replace(finding, params=params.worst(), state=state.worst())
+    finding = replace(finding, params=params.worst(), state=None if trial.catalog.alone else state.worst())
     if params.worst().equal and state.worst().equal:
         return replace(finding, outcome=finding.mode)
     place = params.worst().where or state.worst().where

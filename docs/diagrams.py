@@ -1,7 +1,11 @@
-"""The pictures of docs/images that come from a run: `torchrun --nproc-per-node 4 docs/diagrams.py docs/images`.
+"""The pictures of docs/images that come from a run, with the rates of the machine that draws them.
 
-`report.svg` is the report of a wrapped Muon with measured steps, `journey.svg` the way of its matrices, and
-`one_matrix.svg` that of the first of them, animated. The others need no ranks.
+    canzona-compile calibrate --ranks 4 -o build/rates.json
+    torchrun --nproc-per-node 4 docs/diagrams.py docs/images build/rates.json
+
+`report.svg` is the report of a wrapped Muon with measured steps, beside what the rates predict; without rates it has no
+predictions. `journey.svg` is the way of its matrices, and `one_matrix.svg` that of the first of them, animated. The
+others need no ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from torch.distributed.fsdp import fully_shard
 import canzona_compile
 from canzona_compile.ir.step import Exchange, Phase, Step, Task
 
-WIDTHS = (64, 96, 48, 72, 64)  # of the layers: matrices of 96 x 64, 48 x 96, 72 x 48 and 64 x 72
+WIDTHS = (256, 384, 192, 288, 256)  # of the layers: matrices of 384 x 256, 192 x 384, 288 x 192 and 256 x 288
 COLORS = ("#3f6fb5", "#d07a28", "#4a9a5b", "#a8489a")
 COLUMN, HEIGHT, LEFT, GAP = 200, 60, 110, 70  # a rank; a stage of matrices; the words beside; a stage of arrows
-SCALE = 0.45  # of an element
+SCALE = 0.1125  # of an element
 MEASURED = 5  # steps
-LARGE = 1.5  # of an element, where one matrix is drawn alone
+LARGE = 0.375  # of an element, where one matrix is drawn alone
 SECONDS = 15  # of the animation, from its begin to its next begin
 ACTS = (  # of one matrix: what happens, and until when, as a share of the animation
     ("1 prepare", "momentum, cast", 0.2),
@@ -40,13 +44,15 @@ ACTS = (  # of one matrix: what happens, and until when, as a share of the anima
 )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, rates: str | None = None) -> None:
     """Train on the ranks that there are, measure steps that follow the first two, and let rank 0 draw."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(n, m, bias=False) for n, m in pairwise(WIDTHS)])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = canzona_compile.wrap(torch.optim.Muon(model.named_parameters(), lr=2e-2), strategy="owner")
+    optimizer = canzona_compile.wrap(
+        torch.optim.Muon(model.named_parameters(), lr=2e-2), strategy="owner", hardware=rates
+    )
     for i in range(2 + MEASURED):
         if i == 2:
             optimizer.canzona.measure(MEASURED)
@@ -212,4 +218,4 @@ def text(x: float, y: float, words: str, anchor: str = "start", bold: bool = Fal
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:3])

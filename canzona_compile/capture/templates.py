@@ -67,7 +67,7 @@ class Capture:
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
-        self.watch = ChangeWatch(self.optimizer)
+        self.watch = ChangeWatch(self.optimizer, self.maker is not None)
 
     @property
     def captures(self) -> int:
@@ -180,7 +180,7 @@ class Capture:
             anew.
         """
         moved, rehearse_again = self.watch.changes(self._counting())
-        self.watch.check_followed(self.maker is not None)
+        self.watch.check_followed()
         for recorder in {k.recorder for k in self.kinds.values() if k.recorder is not None} if moved else ():
             recorder.refresh(self.optimizer)
         if not rehearse_again or self.maker is not None:

@@ -17,7 +17,7 @@ from canzona_compile.ir.storage import Stored
 from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.leaves import CONTAINERS
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
-from canzona_compile.tensors import any_attributes, other_attributes, plain_attributes
+from canzona_compile.tensors import any_attributes, memory_of, other_attributes, plain_attributes
 
 MOST_REHEARSALS = 3  # for changes of one attribute: one that changes on every step, such as a log, must not cost more
 A_DICT = ("a dict",)  # stands before the entries of a dict in a list; a tuple, so that it counts as a constant
@@ -33,10 +33,14 @@ class ChangeWatch:
     """Compares what an optimizer has now with the last look, and with what the plan holds.
 
     Every step asks all of this, so each question has a shortcut in C for the answer that nothing changed.
+
+    Args:
+        own_objects: whether owner ranks have an optimizer object per matrix. These follow parameter groups and the
+            memory of parameters, wherever else the optimizer holds them.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, own_objects: bool = False) -> None:
+        self.optimizer, self.own_objects = optimizer, own_objects
         self._last: Contents | None = None
         self._constants: list[Any] | None = None  # what the last look saw; None if not all of it was constant
         self._changes: collections.Counter[str] = collections.Counter()  # by name, those that twins do not follow
@@ -72,9 +76,9 @@ class ChangeWatch:
         self._changes.update(names)
         return bool(of_optimizer), any(self._changes[name] <= MOST_REHEARSALS for name in names)
 
-    def check_followed(self, own_objects: bool) -> None:
+    def check_followed(self) -> None:
         """Raise if own objects cannot follow what changed. They get attributes that are plain values, and no others."""
-        if own_objects and self._deep:
+        if self.own_objects and self._deep:
             places = some(f"self.{place}" for place in self._deep)
             raise UnsupportedOptimizer(
                 f"{places} changed after the optimizer was built, but the optimizer objects of owner ranks do not "
@@ -93,7 +97,15 @@ class ChangeWatch:
 
     def _look(self, counters: Container[str]) -> Contents:
         own = self.optimizer
-        walk = Snapshot(lambda v: "the optimizer" if v is own else by_identity(v), bits=False, most=MOST_WATCHED)
+        followed = {id(own), *(map(id, own.param_groups) if self.own_objects else ())}
+        memory = memory_of(*self._all_params()) if self.own_objects else set()
+
+        def label(value: Any) -> str | None:
+            if id(value) in followed or not memory.isdisjoint(memory_of(value)):
+                return "followed"
+            return by_identity(value)
+
+        walk = Snapshot(label, bits=False, most=MOST_WATCHED)
         for name, value in own_attributes(own).items():
             if name not in counters:
                 walk.add(name, value)

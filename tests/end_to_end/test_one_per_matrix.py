@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,23 +108,31 @@ class Factor:
 
 
 class Naming(PerParameter):
-    """In the manner of Distributed Shampoo: its constructor puts objects into the state, with parameters' numbers."""
+    """In the manner of Distributed Shampoo: its constructor puts objects into the state, with parameters' numbers, and
+    objects on itself that hold parameter groups and views of parameters.
+    """
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params)
+        self.distributors = [
+            SimpleNamespace(group=group, blocks=[p.detach().view(-1) for p in group["params"]])
+            for group in self.param_groups
+        ]
         for i, param in enumerate(params_of(self)):
             self.state[param]["factor"] = Factor(torch.eye(len(param)), f"{i}.factor")
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
         state["factor"].value += grad @ grad.T
-        param.add_(state["factor"].value @ grad, alpha=-group["lr"])
+        (held,) = self.distributors
+        param.add_(state["factor"].value @ grad, alpha=-held.group["lr"])
 
 
-def test_constructors_may_put_objects_into_the_state() -> None:
+def test_constructors_may_put_objects_into_the_state_and_hold_groups() -> None:
     plain, own = (Naming(parameters(SHAPES)) for _ in range(2))
     canzona_compile.wrap(own, one_per_matrix=Naming)
     for step in range(3):
         for optimizer in (plain, own):
+            optimizer.param_groups[0]["lr"] = rate(step)
             feed(optimizer, step)
             optimizer.step()
     assert different(params_of(own), params_of(plain)) == []
