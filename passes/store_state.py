@@ -22,7 +22,8 @@ class StoreState:
     - "int8" is refused for a leaf whose elements the step divides by, or takes roots of, or that it decomposes. If
       users gave one storage for all leaves, these have 16 bits, as all have that are no running mean of gradients, and
       those of elementwise optimizers.
-    - A fragment can keep codes if columns are cut at multiples of a block. Otherwise the owner stores the leaf whole.
+    - A fragment can keep codes if columns are cut at multiples of a block. Otherwise the owner stores the leaf whole, or
+      "int8" is refused if the update is elementwise and has no owner.
     - Numbers, such as counters, stay as they are.
 
     Attributes:
@@ -72,8 +73,16 @@ class StoreState:
                     f"state {leaf.name!r} cannot be stored as int8: {why}", at=WHERE, hint='store it as "bfloat16"'
                 )
             return replace(found, dtype="bfloat16").fitting(leaf.dtype)
-        cut = found.dtype == "int8" and any(cuts_blocks(layout, leaf) for layout in layouts)
-        return replace(found, whole=True) if cut else found
+        if found.dtype != "int8" or not any(cuts_blocks(layout, leaf) for layout in layouts):
+            return found
+        if not any(map(needs_whole_matrix, family)):
+            raise CanzonaError(
+                f"state {leaf.name!r} cannot be stored as int8: ranks hold parts of its blocks, and no rank computes the "
+                "whole of an elementwise update",
+                at=WHERE,
+                hint='store it as "bfloat16"',
+            )
+        return replace(found, whole=True)
 
     def _no_codes(self, leaf: Leaf, family: Sequence[Template]) -> str:
         """Why a leaf cannot be int8; empty if it can."""
