@@ -132,6 +132,9 @@ def parse_state(text: str) -> str | dict[str, str]:
     parts = [part.partition("=") for part in text.split(",")]
     if bad := next((leaf for leaf, equals, _ in parts if not equals), None):
         raise CanzonaError(f"--state: {bad!r} is not leaf=how", at=WHERE, hint='such as "momentum_buffer=int8"')
+    leaves = [leaf for leaf, _, _ in parts]
+    if twice := next((leaf for leaf in leaves if leaves.count(leaf) > 1), None):
+        raise CanzonaError(f"--state has {twice!r} twice", at=WHERE)
     return {leaf: how for leaf, _, how in parts}
 
 

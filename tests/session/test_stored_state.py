@@ -21,7 +21,7 @@ from torch.optim import AdamW, Muon, Optimizer
 import canzona_compile
 from canzona_compile.api.round_state import rounding
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.storage import Stored, rounded, rules_of, storage_of
+from canzona_compile.ir.storage import Stored, parse_state, rounded, rules_of, storage_of
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon, Shampoo
 from canzona_compile.optimizers import Muon as StackMuon
 from canzona_compile.session.cells import Cells
@@ -395,6 +395,11 @@ def test_what_cannot_be_stored(name: str, state: Any, words: str) -> None:
     with pytest.raises(CanzonaError) as caught:
         tried()
     assert words in str(caught.value)
+
+
+def test_a_pattern_of_a_command_counts_once() -> None:
+    with pytest.raises(CanzonaError, match="--state has 'exp_avg' twice"):
+        parse_state("exp_avg=int8,momentum_buffer=cpu,exp_avg=cpu")
 
 
 def test_codes_need_a_captured_step() -> None:
