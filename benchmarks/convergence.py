@@ -113,13 +113,14 @@ def chosen(model: str, optimizer: str) -> str | None:
 
 
 def run_all(jobs: int, device: str) -> None:
-    """First all learning rates of the first seed, then the other seeds of the best."""
+    """Of each model first all learning rates of the first seed, then the other seeds of the best."""
     LOGS.mkdir(parents=True, exist_ok=True)
     own = partial(train, device=device)
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(own, [Run(*kind, rate, SEEDS[0]) for kind in KINDS for rate in RATES[kind[1]]]))
-        best = {kind: rate for kind in KINDS if (rate := chosen(*kind)) is not None}
-        list(pool.map(own, [Run(*kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()]))
+        for model in MODELS:
+            list(pool.map(own, [Run(model, kind, rate, SEEDS[0]) for kind in OPTIMIZERS for rate in RATES[kind]]))
+            best = {kind: rate for kind in OPTIMIZERS if (rate := chosen(model, kind)) is not None}
+            list(pool.map(own, [Run(model, *pair, seed) for seed in SEEDS[1:] for pair in best.items()]))
         if rate := chosen("dense", INT8):
             list(pool.map(own, [Run("dense", INT8, rate, seed) for seed in SEEDS]))
 
