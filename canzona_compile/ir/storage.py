@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -257,6 +257,14 @@ class Stored:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+    if not TYPE_CHECKING:  # what this class lacks is still an error of types
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"state that `state=` stores in another way has no {name!r}: change it by state_dict() and "
+                "load_state_dict()"
+            )
 
     def __repr__(self) -> str:
         return f"Stored({list(self.shape)}, {self.dtype}, as {self.storage})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -83,3 +85,11 @@ def test_a_stored_leaf(text: str) -> None:
     assert held.open().stride() == value.stride()
     assert held.nbytes == held.storage.nbytes((200, 12), torch.float32)
     assert held.open().data_ptr() != held.tensors[0].data_ptr()
+
+
+def test_a_stored_leaf_is_no_tensor() -> None:
+    stored: Any = Stored(storage_of("int8"), torch.ones(2, 3))
+    with pytest.raises(AttributeError, match="has no 'mul_': change it by state_dict"):
+        stored.mul_(2)
+    assert torch.equal(copy.deepcopy(stored).open(), stored.open())
+    assert torch.equal(pickle.loads(pickle.dumps(stored)).open(), stored.open())
