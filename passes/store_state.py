@@ -22,8 +22,8 @@ class StoreState:
     - "int8" is refused for a leaf whose elements the step divides by, or takes roots of, or that it decomposes. If
       users gave one storage for all leaves, these have 16 bits, as all have that are no running mean of gradients, and
       those of elementwise optimizers.
-    - A fragment can keep codes if columns are cut at multiples of a block. Otherwise the owner stores the leaf whole, or
-      "int8" is refused if the update is elementwise and has no owner.
+    - A fragment can keep codes if columns are cut at multiples of a block. Otherwise the owner stores the leaf whole;
+      an elementwise update has none, so "int8" is refused.
     - Numbers, such as counters, stay as they are.
 
     Attributes:
@@ -77,8 +77,8 @@ class StoreState:
             return found
         if not any(map(needs_whole_matrix, family)):
             raise CanzonaError(
-                f"state {leaf.name!r} cannot be stored as int8: ranks hold parts of its blocks, and no rank computes the "
-                "whole of an elementwise update",
+                f"state {leaf.name!r} cannot be stored as int8: ranks hold parts of its blocks, and an elementwise "
+                "update has no owner",
                 at=WHERE,
                 hint='store it as "bfloat16"',
             )
