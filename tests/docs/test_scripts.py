@@ -27,12 +27,12 @@ NEEDED = {
     "eight_bit": "torchao",
 }
 PICTURED = {
-    "report.svg": ("rank\xa03", "96x64"),
-    "journey.svg": ("rank 3", "0.weight: rows 0 to 24"),
+    "report.svg": ("rank\xa03", "384x256"),
+    "journey.svg": ("rank 3", "0.weight: rows 0 to 96"),
     "choice.svg": ("hidden\xa0matrix", "embedding"),
     "explain.svg": ("compiled", "local"),
     "plan_64.svg": ("predicted", "What\xa0to\xa0do\xa0next"),
-    "one_matrix.svg": ("rank 3", "rows 72 to 96", "3 compute", "to the owner, 9.0 KiB"),
+    "one_matrix.svg": ("rank 3", "rows 288 to 384", "3 compute", "to the owner, 144.0 KiB"),
 }
 STEPS = 5  # at least, of every script that trains
 SHOWING = ("checkpoints", "planning", "graphs", "stored_state")  # compare by themselves, or train nothing
