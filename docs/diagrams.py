@@ -1,6 +1,6 @@
 """The pictures of docs/images that come from a run, with the rates of the machine that draws them.
 
-    canzona-compile calibrate --ranks 4 -o build/rates.json
+    canzona-compile calibrate -o build/rates.json
     torchrun --nproc-per-node 4 docs/diagrams.py docs/images build/rates.json
 
 `report.svg` is the report of a wrapped Muon with measured steps, beside what the rates predict; without rates it has no

@@ -101,7 +101,7 @@ class ChangeWatch:
         memory = memory_of(*self._all_params()) if self.own_objects else set()
 
         def label(value: Any) -> str | None:
-            if id(value) in followed or not memory.isdisjoint(memory_of(value)):
+            if id(value) in followed or (memory and not memory.isdisjoint(memory_of(value))):
                 return "followed"
             return by_identity(value)
 
