@@ -109,9 +109,8 @@ class Stack:
         m, k, n = dims
         count = 1 if device.type == "cuda" else max(1, min(BATCH, BATCH_ELEMENTS // max(m * k, k * n, m * n)))
         left = torch.randn(count, m, k, device=device, dtype=dtype)
-        if n < k:
-            return cls(left, torch.randn(count, n, k, device=device, dtype=dtype).transpose(1, 2))
-        return cls(left, torch.randn(count, k, n, device=device, dtype=dtype))
+        right = torch.randn(count, n, k, device=device, dtype=dtype).transpose(1, 2)
+        return cls(left, right if n < k else right.contiguous())
 
     def time(self, clock: Clock) -> None:
         """Measure `single` and `whole`."""
