@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -141,6 +141,15 @@ def of_seeds(model: str, optimizer: str) -> tuple[str, list[Log]]:
     return rate or "", [log for log in logs if log is not None]
 
 
+def timed(model: str, optimizer: str) -> Log | None:
+    """The log for times of the best learning rate."""
+    return log_of(Run(model, optimizer, chosen(model, optimizer) or "", SEEDS[0], TIMED))
+
+
+def machines(logs: Iterable[Log | None]) -> str:
+    return "; ".join(sorted({log.machine for log in logs if log is not None}))
+
+
 def finished() -> list[str]:
     """The models of which all runs are there."""
     found = [model for model in MODELS if all(len(of_seeds(model, own)[1]) == len(SEEDS) for own in OPTIMIZERS)]
@@ -168,8 +177,8 @@ def table(model: str) -> Iterator[str]:
         reached = [step for step in steps if step is not None]
         below = "" if optimizer == "adamw" else f"{spread(gains, 3)}, {deviations(gains)}"
         to = spread(reached, 0) if len(reached) == len(steps) else f"{len(reached)} of {len(steps)} seeds reach it"
-        timed = log_of(Run(model, optimizer, rate, SEEDS[0], TIMED))
-        update = f"{statistics.fmean(timed.update_ms[FIRST:]):.1f}" if timed else ""  # a mean: some steps refresh
+        alone = timed(model, optimizer)
+        update = f"{statistics.fmean(alone.update_ms[FIRST:]):.1f}" if alone else ""  # a mean: some steps refresh
         ends = spread([log.end for log in logs], 3)
         yield f"| {OPTIMIZERS[optimizer]} | {rate}{edge(optimizer, rate)} | {ends} | {below} | {to} | {update} |"
 
@@ -203,8 +212,9 @@ def draw(models: Sequence[str], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"})
-    figure, grid = plt.subplots(1, len(models), figsize=(10, 4.2), sharey=True, squeeze=False, layout="constrained")
-    panels = grid[0]
+    size = 6.4, 3.4 * len(models)  # one below the other, to be read on telephones
+    figure, grid = plt.subplots(len(models), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    panels = grid[:, 0]
     for panel, model in zip(panels, models, strict=True):
         for optimizer, name in OPTIMIZERS.items():
             steps = range(1, STEPS + 1)
@@ -212,10 +222,10 @@ def draw(models: Sequence[str], path: Path) -> None:
             (line,) = panel.plot(steps, [statistics.fmean(own) for own in points], label=name, linewidth=1.4)
             low, high = [min(own) for own in points], [max(own) for own in points]
             panel.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        panel.set(title=model, xlabel="step", xlim=(0, STEPS), ylim=SHOWN)
+        panel.set(title=model, ylabel="loss", xlim=(0, STEPS), ylim=SHOWN)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("loss")
-    panels[-1].legend()
+    panels[-1].set_xlabel("step")
+    panels[0].legend()
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -225,8 +235,10 @@ def write_page(folder: Path) -> None:
         sys.exit(1)
     if "dense" in models and len(of_seeds("dense", INT8)[1]) == len(SEEDS):
         (LOGS / "state.md").write_text("\n".join([*stored(), ""]), encoding="utf-8")
-    machines = {log.machine for model in models for optimizer in OPTIMIZERS for log in of_seeds(model, optimizer)[1]}
-    parts = [f"On {'; '.join(sorted(machines))}. *: the lowest or the highest learning rate that was tried.", ""]
+    runs = machines(log for model in models for optimizer in OPTIMIZERS for log in of_seeds(model, optimizer)[1])
+    times = machines(timed(model, optimizer) for model in models for optimizer in OPTIMIZERS)
+    stars = "*: the lowest or the highest learning rate that was tried."
+    parts = [f"Losses on {runs}; updates on {times}. {stars}", ""]
     for model in models:
         parts += [f"**{model}**", "", *table(model), ""]
     (LOGS / "table.md").write_text("\n".join(parts), encoding="utf-8")
