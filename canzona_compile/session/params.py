@@ -110,9 +110,11 @@ def check_in_use(named: Named) -> None:
     """Raise if a model has replaced the parameters by DTensors.
 
     That is so if none of them has a gradient, no module has one of them, and modules have DTensors of all their shapes.
-    Looking for modules takes a moment, and happens only where no parameter has a gradient at the first step.
+    Looking for modules takes a moment, and happens only on ranks, where no parameter has a gradient at the first step.
     """
-    if not named or any(param.grad is not None or isinstance(param, DTensor) for _, _, param in named):
+    if not named or not distributed():
+        return
+    if any(param.grad is not None or isinstance(param, DTensor) for _, _, param in named):
         return
     modules = (vars(module).get("_parameters") or {} for module in live(nn.Module))
     held = {id(param): param for own in modules for param in own.values()}

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import canzona_compile
+from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.collectives import Pending
 from tests.data_parallel.models import MAKERS
-from tests.data_parallel.runs import alone, compare
+from tests.data_parallel.runs import alone, compare, set_up, step_alone
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed
 from tests.harness.pairs import same_bits
@@ -101,3 +102,14 @@ def new_data(of: str) -> list[str]:
 @pytest.mark.parametrize("of", ["param", "state"])
 def test_new_data_reaches_buckets(of: str) -> None:
     assert run(2, new_data, of) == [[], []]
+
+
+def captured_anew() -> int:
+    with mock.patch.object(Capture, "_capture", autospec=True, side_effect=Capture._capture) as captured:
+        set_up()
+    return captured.call_count
+
+
+def test_ranks_share_what_was_captured_before_the_fork() -> None:
+    """All but the kind of a parameter that is cut, which one process has not. Without that they take twice as long."""
+    assert run(2, captured_anew, after=partial(step_alone)) == [1, 1]

@@ -99,7 +99,7 @@ def wrong_in(script: Script, seeds: Iterable[int]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "case", "call"),
     only(
-        [("muon", ALONE, "measure"), ("muon", FSDP, "measure"), ("muon", ALONE, "all that keep the plan")],
+        [("muon", FSDP, "measure"), ("muon", ALONE, "all that keep the plan")],
         ("muon", "shampoo"),
         (ALONE, FSDP),
         (*CALLS, *MORE),

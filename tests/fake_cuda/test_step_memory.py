@@ -23,7 +23,6 @@ from tests.fake_cuda.rank_programs import torch_alone
 from tests.fake_cuda.test_trainings import reload
 from tests.fake_cuda.trainings import Script, plain_training, run_script
 from tests.harness.layouts import Case
-from tests.harness.marks import first
 
 # Large enough that 512 bytes, to which the allocator rounds, are little.
 SHAPES = ((96, 64), (64, 96), (96, 64), (56, 40), (96, 64))
@@ -81,7 +80,8 @@ def test_programs_that_grow_leave_nothing_behind() -> None:
         assert grown[rank][-1] == own[-1]
 
 
-@pytest.mark.parametrize("seed", first(range(6)))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
 def test_programs_whose_buffers_have_grown_compute_the_same(seed: int) -> None:
     """One is recorded; then another one needs larger buffers; then the first one is recorded and replayed again."""
     missing = dict.fromkeys((*range(5), *range(7, 12)), (0, 3, 4))

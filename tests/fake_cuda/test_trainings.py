@@ -146,7 +146,7 @@ def test_many_orders(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", first(CASES), ids=str)
-@pytest.mark.parametrize("seeds", [range(2), *also([range(2, 27)])], ids=str)
+@pytest.mark.parametrize("seeds", [range(1), *also([range(1, 27)])], ids=str)
 def test_codes_in_host_memory(case: Case, seeds: range) -> None:
     """Momentum in 8 bits on the host: each order of fetches, stores and all else gives the bits of rounded state."""
     options = {"state": {"momentum_buffer": "int8 cpu"}, "micro_groups": 3, "strategy": "owner"}
@@ -198,7 +198,7 @@ def test_the_default_training_loop_is_replayed(seed: int) -> None:
 COUNTS = {("muon", "fsdp"): (4, 0), ("muon", "ddp"): (0, 2), ("soap", "fsdp"): (2, 2), ("shampoo", "fsdp"): (4, 0)}
 
 
-@pytest.mark.parametrize(("name", "layout"), first(list(COUNTS), 4))
+@pytest.mark.parametrize(("name", "layout"), first(list(COUNTS), 3))
 def test_what_is_recorded_in_the_default_training_loop(name: str, layout: str) -> None:
     """With a rate for each step, and gradients elsewhere; docs/gpu.md says it."""
     script = Script(name, Case(layout, (2,)), 13, RATES, moving=lambda rank, step: True, kernels=True)

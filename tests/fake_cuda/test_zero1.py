@@ -70,7 +70,7 @@ def right(name: str) -> list[RankResult]:
 
 
 @pytest.mark.parametrize("name", first(SCRIPTS, 4))
-@pytest.mark.parametrize("seeds", [range(2), *also([range(2, 4)])], ids=str)
+@pytest.mark.parametrize("seeds", [range(1), *also([range(1, 4)])], ids=str)
 def test_bits_of_the_plain_optimizer(name: str, seeds: range) -> None:
     script = SCRIPTS[name]
     for seed in seeds:

@@ -54,9 +54,9 @@ def step_with_a_victim(case: Case, victim: int, call: int) -> Outcome:
     ("case", "victim", "call"),
     [
         pytest.param(Case("fsdp", (3,)), 1, 0, id="before the gather"),
-        pytest.param(Case("fsdp", (3,)), 0, 1, id="before the scatter"),
+        pytest.param(Case("fsdp", (3,)), 0, 1, id="before the scatter", marks=pytest.mark.full),
         pytest.param(Case("hsdp", (2, 2)), 2, 2, id="before the exchange"),
-        pytest.param(Case("ddp", (3,)), 2, 0, id="replicas"),
+        pytest.param(Case("ddp", (3,)), 2, 0, id="replicas", marks=pytest.mark.full),
         pytest.param(Case("fsdp", (8,)), 3, 0, id="of 8, before the gather", marks=pytest.mark.full),
         pytest.param(Case("fsdp", (8,)), 0, 1, id="of 8, before the scatter", marks=pytest.mark.full),
         pytest.param(Case("hsdp", (2, 4)), 6, 2, id="of 8, before the exchange", marks=pytest.mark.full),
