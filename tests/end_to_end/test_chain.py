@@ -62,7 +62,7 @@ CASES = [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,)), Case("tp_r
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", first(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", first(CASES), ids=str)
 @pytest.mark.parametrize("recipe", ["three", *first(["two"], 0)])
 def test_layouts(recipe: str, case: Case) -> None:
     outcomes = on_ranks(__name__, recipe, [case], strategy="owner", restored=case.layout == "fsdp")

@@ -81,7 +81,6 @@ def test_vectors_and_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.ranks
 def test_convolutions_are_one_matrix() -> None:
-    convolutions()
     run(2, convolutions, after=partial(convolutions))
 
 

@@ -16,7 +16,7 @@ from tests.fake_cuda.device import current_device
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.trainings import RankResult, Script, plain_training, run_script, wrong
 from tests.harness.layouts import Case
-from tests.harness.marks import also, first
+from tests.harness.marks import also, first, full
 
 CASES = [
     Case("fsdp", (2,)),
@@ -86,8 +86,9 @@ def test_bits_of_the_plain_optimizer(name: str, case: Case, script: str, seeds: 
 STACKED = [Case("stack_dim1", (2,)), Case("stack_dim0", (2,)), Case("stack_dims", (2, 2))]
 
 
-@pytest.mark.parametrize("case", first(STACKED), ids=str)
-@pytest.mark.parametrize("script", first(["kernels", "rates", "missing gradients and a reload", "three micro-groups"]))
+@pytest.mark.full  # tests/runtime/test_gpu_steps.py records some
+@pytest.mark.parametrize("case", STACKED, ids=str)
+@pytest.mark.parametrize("script", ["kernels", "rates", "missing gradients and a reload", "three micro-groups"])
 def test_stacks_of_matrices(case: Case, script: str) -> None:
     right = Right("stacks", case, script)
     results = run_script(right.script, 0, right.plain)
@@ -198,7 +199,7 @@ def test_the_default_training_loop_is_replayed(seed: int) -> None:
 COUNTS = {("muon", "fsdp"): (4, 0), ("muon", "ddp"): (0, 2), ("soap", "fsdp"): (2, 2), ("shampoo", "fsdp"): (4, 0)}
 
 
-@pytest.mark.parametrize(("name", "layout"), first(list(COUNTS), 3))
+@pytest.mark.parametrize(("name", "layout"), [*list(COUNTS)[:2], *(full(*own) for own in list(COUNTS)[2:])])
 def test_what_is_recorded_in_the_default_training_loop(name: str, layout: str) -> None:
     """With a rate for each step, and gradients elsewhere; docs/gpu.md says it."""
     script = Script(name, Case(layout, (2,)), 13, RATES, moving=lambda rank, step: True, kernels=True)
