@@ -46,7 +46,7 @@ from lm_parallel import PARALLEL, Parallel, clip_gradients
 from lm_show import Display, History
 from lm_verify import NamedParameters, PlainOptimizer
 
-# Embeddings and norms do not decay; matrices do, by the default of muon_adamw.
+# What the chosen optimizer trains decays, by the default of muon_adamw; embeddings, norms and all else do not.
 OTHERS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
 DECAY = 0.1
 # What trains hidden matrices. Updates of all have the size of AdamW's, so one learning rate does for a whole model.
