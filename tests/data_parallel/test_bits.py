@@ -111,5 +111,5 @@ def captured_anew() -> int:
 
 
 def test_ranks_share_what_was_captured_before_the_fork() -> None:
-    """All but the kind of a parameter that is cut, which one process has not. Without that they take twice as long."""
+    """All but some elements of a matrix alone, by which zero1 finds whether it may be cut."""
     assert run(2, captured_anew, after=partial(step_alone)) == [1, 1]

@@ -234,6 +234,6 @@ def go_on(name: str, layout: str, ranks: int, folder: str, begin: int) -> list[s
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", first(["mixtral", *(own for own in MODELS if own != "mixtral")]))
 def test_checkpoints_go_to_other_numbers_of_ranks_and_back(name: str, tmp_path: Path) -> None:
-    for i, (layout, ranks) in enumerate([("fsdp dim 1", 2), ("ep fsdp", 4), ("fsdp", 1)]):
+    for i, (layout, ranks) in enumerate([("fsdp dim 1", 2), ("ep fsdp", 4), ("fsdp", 2), ("fsdp", 1)]):
         ready = partial(train, name, layout, 1)
         assert run(ranks, go_on, name, layout, ranks, str(tmp_path), 2 * i, after=ready) == [[]] * ranks

@@ -139,7 +139,6 @@ def train_others(case: Case) -> list[str]:
     return [what for name in OTHERS for what in train(__name__, name, [case], torch.float32).different]
 
 
-@pytest.mark.full
 @pytest.mark.ranks
 def test_bits_of_torch_s_other_optimizers() -> None:
     assert run(2, train_others, Case("fsdp", (2,)), after=partial(train_others, ALONE)) == [[], []]

@@ -20,7 +20,7 @@ from tests.harness.layouts import Case, mesh_of
 from tests.harness.layouts import full as gathered
 from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, parameters
-from tests.harness.ranks import run
+from tests.harness.ranks import do_alone, run
 from tests.harness.training import Training, check, on_ranks
 
 ODD = ((5, 17, 31), (2, 31, 17), (3, 24, 24))  # dims for which a batched product rounds otherwise
@@ -81,6 +81,7 @@ def test_vectors_and_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.ranks
 def test_convolutions_are_one_matrix() -> None:
+    do_alone(partial(convolutions))
     run(2, convolutions, after=partial(convolutions))
 
 
