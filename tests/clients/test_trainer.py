@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.runtime import meeting
 from tests.end_to_end.test_published_optimizers import MuonAndAdam
 from tests.harness.beside import BesidePlain
 from tests.harness.marks import first
@@ -168,25 +167,19 @@ def as_launched() -> Iterator[None]:
 
 def saved_under_ddp(folder: str, callbacks: list[type[Any]], save: str) -> str:
     """Train and save on this rank; rank 0 compares the checkpoint with what all ranks gather at the end."""
-    before, meeting.PATIENCE = meeting.PATIENCE, meeting.timedelta(seconds=2)
     with as_launched():
+        kind = canzona_compile.wrap_cls(Mixed, replicate=dist.group.WORLD, strategy="owner")
+        trainer = trainer_of(Path(folder), save=save, callbacks=[made() for made in callbacks], **by_class(kind))
         try:
-            kind = canzona_compile.wrap_cls(Mixed, replicate=dist.group.WORLD, strategy="owner")
-            trainer = trainer_of(Path(folder), save=save, callbacks=[made() for made in callbacks], **by_class(kind))
-            try:
-                trainer.train()
-            except canzona_compile.CanzonaError as error:
-                return str(error)
-            optimizer = wrapped_inside(trainer)
-            optimizer.canzona.session._consolidated = None
-            expected = optimizer.state_dict()["state"]
-            saved = torch.load(Path(folder) / f"checkpoint-{STEPS}" / "optimizer.pt")["state"]
-            same = all(
-                torch.equal(saved[i][k], v) for i in expected for k, v in expected[i].items() if torch.is_tensor(v)
-            )
-            return "equal" if same and saved.keys() == expected.keys() else "different"
-        finally:
-            meeting.PATIENCE = before
+            trainer.train()
+        except canzona_compile.CanzonaError as error:
+            return str(error)
+        optimizer = wrapped_inside(trainer)
+        optimizer.canzona.session._consolidated = None
+        expected = optimizer.state_dict()["state"]
+        saved = torch.load(Path(folder) / f"checkpoint-{STEPS}" / "optimizer.pt")["state"]
+        same = all(torch.equal(saved[i][k], v) for i in expected for k, v in expected[i].items() if torch.is_tensor(v))
+        return "equal" if same and saved.keys() == expected.keys() else "different"
 
 
 @pytest.mark.ranks

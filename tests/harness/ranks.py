@@ -43,9 +43,9 @@ from canzona_compile.runtime import channel
 from tests.harness import optimizers
 from tests.harness.nursery import Child, answer, call_of, nursery, write_to
 
-PATIENCE = 60.0  # seconds: timeout of the process groups
-LIMIT = 150.0  # seconds that a call may take; only a hang takes so long
-GRACE = 5.0  # seconds that the others have to answer once a rank has failed
+LIMIT = 300.0  # seconds that a call may take; only a hang takes so long
+PATIENCE = 4 * LIMIT  # seconds: timeout of the process groups. A rank that waits for it hangs, and fails its test
+GRACE = 20.0  # seconds that the others have to answer once a rank has failed, and that a process has to end
 
 
 class RankFailure(AssertionError):
@@ -67,7 +67,6 @@ def run(
     group: bool = True,
     dying: Collection[int] = (),
     limit: float = LIMIT,
-    patience: float = PATIENCE,
     after: functools.partial[Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -78,8 +77,7 @@ def run(
         fresh: in a pool of its own, thrown away afterwards: for work that breaks its process group.
         group: give the ranks a default process group.
         dying: ranks that end their process; their result is `Died`.
-        limit: seconds until a rank that has not answered counts as hanging.
-        patience: timeout of the process groups of a fresh pool.
+        limit: seconds until a rank that has not answered counts as hanging, which is shorter than any timeout.
         after: a call that the ranks have behind them. It is made once, without a process group, in the process
             from which they are forked, so that what it captures and caches is there on every rank.
     """
@@ -87,7 +85,7 @@ def run(
     if before is not None:
         nursery().do(before)
     if fresh or dying:
-        pool = Pool(world, group, patience)
+        pool = Pool(world, group)
         try:
             return pool.run(function, args, kwargs, dying, limit)
         finally:
@@ -139,7 +137,7 @@ def close_all() -> None:
 class Pool:
     """Some ranks, and the store through which they find each other; the store outlives any rank."""
 
-    def __init__(self, world: int, group: bool, patience: float = PATIENCE) -> None:
+    def __init__(self, world: int, group: bool) -> None:
         self.behind = nursery().done
         self.broken = False
         self._logs = tempfile.TemporaryDirectory(prefix="canzona-ranks-")
@@ -150,7 +148,7 @@ class Pool:
         for rank in range(world):
             mine, theirs = Pipe()
             self._ends.append(mine)
-            self._processes.append(nursery().fork(theirs, serve, rank, world, port, patience, str(self._log(rank))))
+            self._processes.append(nursery().fork(theirs, serve, rank, world, port, str(self._log(rank))))
             theirs.close()
 
     def run(
@@ -243,7 +241,7 @@ def collectives() -> int:
 # -- a rank ----------------------------------------------------------------------------------------
 
 
-def serve(end: Connection, rank: int, world: int, port: int | None, patience: float, log: str) -> None:
+def serve(end: Connection, rank: int, world: int, port: int | None, log: str) -> None:
     """The life of a rank: run what is asked for until the other end closes."""
     write_to(log)
     faulthandler.enable()
@@ -253,7 +251,7 @@ def serve(end: Connection, rank: int, world: int, port: int | None, patience: fl
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if port is not None:
-        timeout = timedelta(seconds=patience)
+        timeout = timedelta(seconds=PATIENCE)
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     while True:

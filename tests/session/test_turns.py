@@ -129,7 +129,7 @@ def forked() -> tuple[bool, int]:
         atexit._run_exitfuncs()
         os._exit(0)
     pair.steps(1)
-    ended, deadline = (0, 0), time.monotonic() + 20.0
+    ended, deadline = (0, 0), time.monotonic() + 200.0
     while ended[0] == 0 and time.monotonic() < deadline:
         ended = os.waitpid(child, os.WNOHANG)
         time.sleep(0.02)
