@@ -112,4 +112,4 @@ def captured_anew() -> int:
 
 def test_ranks_share_what_was_captured_before_the_fork() -> None:
     """All but some elements of a matrix alone, by which zero1 finds whether it may be cut."""
-    assert run(2, captured_anew, after=partial(step_alone)) == [1, 1]
+    assert run(2, captured_anew, fresh=True, after=partial(step_alone)) == [1, 1]
