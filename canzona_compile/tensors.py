@@ -97,6 +97,11 @@ def plain_attributes(param: Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, MARKS)}
 
 
+def is_expert(param: Tensor) -> bool:
+    """Whether a parameter is marked as Megatron and DeepSpeed mark experts: not to be averaged over all replicas."""
+    return getattr(param, "allreduce", True) is False
+
+
 def other_attributes(param: Tensor) -> dict[str, Any]:
     """The other attributes that users gave to a parameter, such as tensors and dicts."""
     return {k: v for k, v in vars(param).items() if not k.startswith("_") and not isinstance(v, MARKS)}

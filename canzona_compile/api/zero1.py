@@ -35,9 +35,10 @@ from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
 from canzona_compile.ir.sharding import GivenLayout
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.runtime.channel import channel_of
+from canzona_compile.runtime.equal_copies import EXPERTS, bits
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.session.params import check_usable
-from canzona_compile.tensors import local_part
+from canzona_compile.tensors import is_expert, local_part
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
@@ -101,6 +102,7 @@ def zero1(
     around.take_number()
     said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
     agreement.compare(PLANNING, {"plan": "\n".join([said, *(own.text for own in each), *described(model, params)])})
+    check_experts(params, group, given=wanted.layout is not None)
     send_from_first(model, group)
     captures = [Capture(own, its.one_per_matrix) for own, its in zip(optimizers, each, strict=True)]
     model_plan = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
@@ -201,16 +203,45 @@ def every_rank(mesh: DeviceMesh | ProcessGroup, others: Sequence[DeviceMesh], gr
     return sorted(found)
 
 
+def check_experts(params: Mapping[str, Tensor], group: DataParallelGroup, given: bool) -> None:
+    """Refuse experts of which data-parallel ranks hold different ones. This is a collective if there are experts.
+
+    Ranks that draw them with one seed hold equal values of different experts, so `layout=` has to say how they lie.
+
+    Args:
+        given: whether there is `layout=`.
+    """
+    experts = {name: param for name, param in params.items() if is_expert(param)}
+    if not experts or group.size * group.replicas == 1:
+        return
+    told = [torch.stack([*map(bits, experts.values())]).tolist()]
+    for own in (group.shard, group.replicate):
+        if own is not None:
+            parts: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(own))]
+            dist.all_gather_object(parts, told, group=own)
+            told = [digests for part in parts for digests in part]
+    differ = [name for name, *digests in zip(experts, *told, strict=True) if len(set(digests)) > 1]
+    if differ or not given:
+        raise UnsupportedLayout(
+            "its attribute allreduce=False says that it is an expert, and ranks of mesh= may hold different ones, but "
+            "zero1 adds the gradients of all of them",
+            at=[*differ, *experts][0],
+            hint=f"without zero1, {EXPERTS}. If all ranks of mesh= have the same values of the same experts, pass "
+            'layout={"*.experts.*": None} to zero1',
+        )
+
+
 def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:
     """One line per parameter of the model: what must be equal on all ranks."""
     for name, param in canonical_params(model).items():
         trained = "trained" if name in params else "not trained"
-        yield f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad} {trained}"
+        expert = " expert" if is_expert(param) else ""
+        yield f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad} {trained}{expert}"
 
 
 def send_from_first(model: nn.Module, group: DataParallelGroup) -> None:
     """Give all ranks the parameters and buffers of the first one, as DDP does. This is a collective."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *(buffer for _, buffer in model.named_buffers())]
     with torch.no_grad():
         for own in (group.shard, group.replicate):
             for tensor in tensors if own is not None else ():
@@ -225,15 +256,15 @@ def check(
     gather: str,
 ) -> None:
     """Refuse arguments of `zero1` that cannot work."""
-    if isinstance(model, DistributedDataParallel | FSDPModule):
-        raise CanzonaError(
-            f"the model is already wrapped in {type(model).__name__}, which reduces gradients itself",
-            at="zero1(model)",
-            hint="zero1 replaces DDP: pass the plain model. With FSDP, call canzona_compile.wrap(optimizer) instead",
-        )
-    for part in model.modules():
-        if isinstance(part, DistributedDataParallel | FSDPModule):
-            raise CanzonaError("a submodule is already wrapped in DDP or FSDP", at="zero1(model)")
+    for path, part in model.named_modules():
+        # Megatron's own wrappers, of which nothing is imported, have this method.
+        if isinstance(part, DistributedDataParallel | FSDPModule) or hasattr(part, "finish_grad_sync"):
+            raise CanzonaError(
+                f"{'a submodule' if path else 'the model'} is already wrapped in {type(part).__name__}, which reduces "
+                "gradients itself",
+                at="zero1(model)",
+                hint="zero1 replaces DDP: pass the plain model. With FSDP, call wrap(optimizer) instead",
+            )
     if not optimizers:
         raise CanzonaError("zero1 needs at least one optimizer", at="zero1(model, [])")
     seen: set[int] = set()

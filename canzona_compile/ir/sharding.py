@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -19,8 +20,9 @@ from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.canonical_names import canonical_name
 from canzona_compile.ir.layout import Box, Layout, MeshCoordinate, Shape, coordinate_of, cutting_order, layout_of_boxes
 
-Given: TypeAlias = DeviceMesh | tuple[DeviceMesh, Sequence[Placement]] | None
-LayoutOption: TypeAlias = DeviceMesh | Mapping[str, Given] | Callable[[str, Tensor], Given] | None
+MeshOrGroup: TypeAlias = DeviceMesh | ProcessGroup
+Given: TypeAlias = MeshOrGroup | tuple[MeshOrGroup, Sequence[Placement]] | None
+LayoutOption: TypeAlias = MeshOrGroup | Mapping[str, Given] | Callable[[str, Tensor], Given] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class GivenLayout:
     """What the user says of plain tensors that are fragments.
 
     What is said of a parameter is a mesh with its placements; or a mesh alone, which is then the tensor-parallel mesh
-    for Megatron's attributes; or None, which means that each rank holds it whole.
+    for Megatron's attributes; or None, which means that each rank holds it whole. A process group is a mesh of one dim.
 
     Attributes:
         patterns: patterns of parameter names with what is said of the parameters that they match; the first one counts.
@@ -38,7 +40,7 @@ class GivenLayout:
 
     patterns: tuple[tuple[str, Given], ...] = ()
     function: Callable[[str, Tensor], Given] | None = None
-    mesh: DeviceMesh | None = None
+    mesh: MeshOrGroup | None = None
     alone: bool = False
 
     @classmethod
@@ -46,16 +48,16 @@ class GivenLayout:
         """Take the argument `layout=`."""
         if given is None:
             return None
-        if isinstance(given, DeviceMesh):
+        if isinstance(given, MeshOrGroup):
             return cls(mesh=given, alone=True)
         if isinstance(given, Mapping):
-            meshes = {mesh for mesh in map(mesh_in, given.values()) if mesh is not None and mesh.ndim == 1}
+            meshes = {ranks for ranks in map(ranks_in, given.values()) if getattr(ranks, "ndim", 1) == 1} - {None}
             patterns = tuple((canonical_name(pattern), told) for pattern, told in given.items())
             return cls(patterns, mesh=meshes.pop() if len(meshes) == 1 else None)
         if callable(given):
             return cls(function=given)
         raise CanzonaError(
-            f"layout= takes patterns of names, a function or a DeviceMesh, not a {type(given).__name__}",
+            f"layout= takes patterns of names, a function, a mesh or a process group, not a {type(given).__name__}",
             at="the option layout",
             hint='pass layout={"*.fc1.weight": (mesh, [Shard(0)]), "*.fc2.weight": (mesh, [Shard(1)])}',
         )
@@ -66,16 +68,30 @@ class GivenLayout:
         kept = tuple(p for p in self.patterns if any(fnmatchcase(name, p[0]) for name in known))
         return replace(self, patterns=kept)
 
+    def on(self, device: str) -> GivenLayout:
+        """The same with meshes of a type of device in place of process groups."""
+        patterns = tuple((pattern, with_mesh(given, device)) for pattern, given in self.patterns)
+        return replace(self, patterns=patterns, mesh=with_mesh(self.mesh, device))
+
     def known_meshes(self) -> list[DeviceMesh]:
         """The meshes that are given whatever the parameters are."""
-        found = [self.mesh, *(mesh_in(given) for _, given in self.patterns)]
-        return [mesh for mesh in found if mesh is not None]
+        found = [self.mesh, *(ranks_in(given) for _, given in self.patterns)]
+        return [mesh for mesh in found if isinstance(mesh, DeviceMesh)]
 
 
-def mesh_in(given: Any) -> DeviceMesh | None:
-    """The mesh in what is said of a parameter; None if there is none, or if what is said makes no sense."""
+def ranks_in(given: Any) -> MeshOrGroup | None:
+    """The mesh or group in what is said of a parameter; None if there is none, or if what is said makes no sense."""
     first = given[0] if isinstance(given, tuple | list) and given else given
-    return first if isinstance(first, DeviceMesh) else None
+    return first if isinstance(first, MeshOrGroup) else None
+
+
+def with_mesh(given: Any, device: str) -> Any:
+    """What is said of a parameter, with a mesh in place of a process group."""
+    ranks = ranks_in(given)
+    if not isinstance(ranks, ProcessGroup):
+        return given
+    mesh = DeviceMesh.from_group(ranks, device)
+    return mesh if ranks is given else (mesh, *given[1:])
 
 
 @dataclass(frozen=True, slots=True)

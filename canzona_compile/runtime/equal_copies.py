@@ -10,10 +10,15 @@ from torch import Tensor
 
 from canzona_compile.errors import RankMismatch
 from canzona_compile.ir.layout import Grid
-from canzona_compile.tensors import local_part
+from canzona_compile.tensors import is_expert, local_part
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 AT_ONCE = 2**20  # elements; the integers that are computed with take 8 bytes each
+EXPERTS = (
+    "put experts of which ranks hold different ones (allreduce=False) into an optimizer of their own: "
+    "chain(wrap(Muon(experts)), wrap(Muon(others), replicate=dp)), with replicate= over the ranks that hold the same "
+    "experts if there are several"
+)
 FACTOR = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing
 
 
@@ -85,11 +90,11 @@ def unequal_copy(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest
                 if len(set(seen.values())) > 1:
                     first, *others = seen
                     other = next(r for r in others if seen[r] != seen[first])
-                    return unequal(copy.name, kind, first, other)
+                    return unequal(copy, kind, first, other)
     return None
 
 
-def unequal(name: str, kind: str, first: int, other: int) -> RankMismatch:
+def unequal(copy: Copy, kind: str, first: int, other: int) -> RankMismatch:
     """Make the error of two ranks with unequal copies."""
     what, hint = (
         ("the parameter", "broadcast the parameters from one rank, or load the same checkpoint on all ranks")
@@ -99,9 +104,11 @@ def unequal(name: str, kind: str, first: int, other: int) -> RankMismatch:
             "average gradients over the ranks before step(), with DistributedDataParallel or all_reduce",
         )
     )
+    if is_expert(copy.param):
+        hint = EXPERTS if kind == "param" else f"{hint}; or, {EXPERTS}"
     return RankMismatch(
         f"{what} differs between rank {first} and rank {other}, but replicate= needs identical copies; nothing was "
         "updated",
-        at=name,
+        at=copy.name,
         hint=hint,
     )

@@ -319,7 +319,9 @@ class Session(PortableState):
         """
         check_params(self.named, refused)
         bound = binder.bind(refused)
-        check_marked(self.options.layout, [b.origin for b in bound])
+        together = (self,) if self.siblings is None else self.siblings.sessions
+        groups = (group for session in together for group in session.optimizer.param_groups)
+        check_marked(self.options.layout, (param for group in groups for param in group["params"]))
         return bound
 
     def bind_and_plan(self) -> Plan:

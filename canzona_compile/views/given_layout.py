@@ -1,7 +1,8 @@
 """What is known of plain tensors that somebody else sharded: what `layout=` says, and Megatron's attributes.
 
 Megatron marks a parameter that is sharded over the tensor-parallel ranks by `tensor_model_parallel`, the dim by
-`partition_dim`, and a fragment that is a share of several parts, such as gate and up, by `partition_stride`.
+`partition_dim`, and a fragment that is a share of several parts, such as gate and up, by `partition_stride`. An expert
+has these marks also where ranks hold different experts, each whole.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from canzona_compile.errors import CanzonaError, RankMismatch, UnsupportedLayout
 from canzona_compile.ir.layout import MeshCoordinate, Shape, cutting_order
-from canzona_compile.ir.sharding import GivenLayout, Sharding, Tiling, shard_dim
+from canzona_compile.ir.sharding import GivenLayout, Sharding, Tiling, shard_dim, with_mesh
 from canzona_compile.ir.split import check_patterns
 from canzona_compile.replica.raised import first_line
+from canzona_compile.runtime.process_groups import distributed
+from canzona_compile.tensors import is_expert
 from canzona_compile.views.fragment import FragmentView
 
 WHERE = "wrap(..., layout=)"
@@ -50,6 +53,8 @@ class Shardings:
 
 def shardings_of(named: Named, given: GivenLayout | None) -> Shardings:
     """Find out which parameters are fragments, and of what. This communicates with nobody and raises nothing."""
+    if given is not None and named:
+        given = given.on(named[0][2].device.type)
     found = Shardings(meshes=[] if given is None else given.known_meshes())
     for name, _, param in named:
         try:
@@ -73,6 +78,7 @@ def sharding_of(name: str, param: Tensor, given: GivenLayout | None) -> Sharding
     explicit = False
     if given is not None and given.function is not None:
         told = asked(given, name, param)
+        explicit = told is None
     elif given is not None:
         for pattern, value in given.patterns:
             if fnmatchcase(name, pattern):
@@ -92,6 +98,8 @@ def sharding_of(name: str, param: Tensor, given: GivenLayout | None) -> Sharding
         raise nonsense(name, told)
     if explicit or not getattr(param, "tensor_model_parallel", False):
         return None
+    if told is None and not (distributed() and dist.get_world_size() > 1):
+        return None  # Megatron marks weights without tensor parallelism as well
     return marked(name, param, told)
 
 
@@ -99,7 +107,7 @@ def asked(given: GivenLayout, name: str, param: Tensor) -> Any:
     """What the user's function says of a parameter."""
     assert given.function is not None
     try:
-        return given.function(name, param)
+        return with_mesh(given.function(name, param), param.device.type)
     except Exception as error:
         raise CanzonaError(f"the function given as layout= raised {type(error).__name__}: {error}", at=name) from error
 
@@ -135,6 +143,15 @@ def stated(name: str, param: Tensor, told: Any) -> Sharding:
 
 def marked(name: str, param: Tensor, mesh: DeviceMesh | None) -> Sharding:
     """The sharding that Megatron's attributes say."""
+    if is_expert(param) and (mesh is None or mesh.size() > 1):
+        raise UnsupportedLayout(
+            "its attribute allreduce=False says that it is an expert. Tensor-parallel ranks may hold whole and different "
+            "ones, although tensor_model_parallel is True",
+            at=name,
+            hint='say how experts are sharded: layout={"*.experts.*": None, "*": mesh} if each rank holds its own '
+            'whole, or layout={"*.experts.*": (expert_mesh, [Shard(dim)]), "*": mesh} if expert_mesh has the ranks '
+            "that hold fragments of the same ones",
+        )
     if mesh is None:
         raise UnsupportedLayout(
             "its attribute tensor_model_parallel says that it is a fragment, but not which ranks hold the others",

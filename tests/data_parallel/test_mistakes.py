@@ -142,6 +142,44 @@ def under_ddp() -> None:
     set_up(DistributedDataParallel(Model()))
 
 
+class OwnWrapper(nn.Module):
+    """What zero1 sees of Megatron's DistributedDataParallel: a method, and an attribute in the place of another one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.buffers = module, []  # type: ignore[assignment]
+
+    def finish_grad_sync(self) -> None:
+        """Megatron's loop calls it after backward."""
+
+
+def under_megatron() -> None:
+    set_up(OwnWrapper(Model()))
+
+
+def experts(seed: int, expert: bool = True, **options: Any) -> None:
+    model = Model(seed)
+    model.blocks[0].up.weight.allreduce = not expert
+    model, optimizers, _ = set_up(model, **options)
+    train(model, optimizers)
+
+
+def experts_of_one_seed() -> None:
+    experts(0)
+
+
+def experts_of_several_seeds() -> None:
+    experts(dist.get_rank(), layout={"blocks.0.up.weight": None})
+
+
+def expert_on_one_rank() -> None:
+    experts(0, expert=dist.get_rank() == 1)
+
+
+def equal_experts() -> None:
+    experts(0, layout={"blocks.0.up.weight": None})
+
+
 def under_fsdp() -> None:
     model = Model()
     for block in model.blocks:
@@ -297,6 +335,11 @@ MISTAKES: dict[str, Callable[..., None]] = {
         unfrozen_later,
         under_ddp,
         under_fsdp,
+        under_megatron,
+        experts_of_one_seed,
+        experts_of_several_seeds,
+        expert_on_one_rank,
+        equal_experts,
         wrapped_already,
         mesh_without_this_rank,
         clipped_by_torch,
@@ -331,7 +374,12 @@ ON_BOTH = {
     "parameters_replaced_by_a_checkpoint": "(?s)parameters of the model were replaced.*embed.weight.*assign=True",
     "unfrozen_later": "(?s)was not in the optimizer.*requires_grad",
     "under_ddp": "already wrapped in DistributedDataParallel",
-    "under_fsdp": "in DDP or FSDP|already wrapped in FSDP",
+    "under_fsdp": "already wrapped in FSDP",
+    "under_megatron": "(?s)the model is already wrapped in OwnWrapper, which reduces gradients.*pass the plain model",
+    "experts_of_one_seed": r"(?s)allreduce=False says that it is an expert.*blocks.0.up.weight.*layout=.*None}",
+    "experts_of_several_seeds": r"(?s)allreduce=False says that it is an expert.*blocks.0.up.weight",
+    "expert_on_one_rank": r"rank 1: blocks.0.up.weight .* trained expert",
+    "equal_experts": "^$",
     "wrapped_already": "already wrapped",
     "mesh_without_this_rank": "rank 1 is not part of|the other rank",
     "clipped_by_torch": "(?s)its norm would differ.*clip_grad_norm_",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Muon
 
+import canzona_compile
+from canzona_compile.errors import RankMismatch
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed
+from tests.harness.optimizers import shared_captures
 from tests.harness.ranks import run
 from tests.harness.trainer import Outcome, Trainer, check, ready
 
@@ -69,3 +76,42 @@ def test_one_copy_differs(case: Case, difference: tuple[Edit, str, str]) -> None
     edit, what, name = difference
     found = run(case.world, differs, case, edit, after=ready())
     check(found, {"RankMismatch"}, f"{what} differs", name, "replicate= needs identical copies")
+
+
+def experts_among_copies(equal: bool) -> str:
+    """A matrix of which ranks hold copies, and an expert: theirs differ, in values or in gradients alone."""
+    random = torch.Generator().manual_seed(0)
+    values = [torch.randn(8, 6, generator=random) for _ in range(3)]
+    own = values[1] if equal else values[1 + dist.get_rank()]
+    grads = [torch.ones(8, 6), torch.ones(8, 6) * (1 + dist.get_rank())]
+
+    def made() -> Any:
+        params: Any = [nn.Parameter(values[0].clone()), nn.Parameter(own.clone())]
+        params[1].allreduce = False
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        return params
+
+    params, plain = made(), made()
+    with shared_captures(), pytest.raises(RankMismatch) as error:
+        canzona_compile.wrap(
+            Muon([*zip(["up", "expert"], params, strict=True)], lr=0.1), replicate=dist.group.WORLD
+        ).step()
+    wrap, expert, others = (
+        canzona_compile.wrap,
+        Muon([("expert", params[1])], lr=0.1),
+        Muon([("up", params[0])], lr=0.1),
+    )
+    with shared_captures():
+        canzona_compile.chain(wrap(expert), wrap(others, replicate=dist.group.WORLD)).step()
+    Muon(plain, lr=0.1).step()
+    assert all(torch.equal(one, two) for one, two in zip(params, plain, strict=True))
+    return str(error.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("equal", "what"), [(False, "the parameter differs"), (True, "the gradient differs")])
+def test_experts_are_no_copies_and_the_hint_says_what_to_do(equal: bool, what: str) -> None:
+    for said in run(2, experts_among_copies, equal):
+        assert re.search(rf"(?s){what}.*expert.*chain\(wrap\(Muon\(experts\)\)", said), said
+        assert equal or "broadcast" not in said

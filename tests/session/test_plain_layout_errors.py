@@ -23,10 +23,11 @@ from tests.harness.optimizers import share_captures, shared_captures
 from tests.harness.ranks import run
 
 
-def marked(param: nn.Parameter, dim: Any = 0, stride: int = 1) -> nn.Parameter:
-    """A parameter with the attributes that Megatron gives to fragments."""
+def marked(param: nn.Parameter, dim: Any = 0, stride: int = 1, expert: bool = False) -> nn.Parameter:
+    """A parameter with the attributes that Megatron gives to fragments, and to experts, which may be whole."""
     own: Any = param
     own.tensor_model_parallel, own.partition_dim, own.partition_stride = True, dim, stride
+    own.allreduce = not expert
     return param
 
 
@@ -53,27 +54,25 @@ def says(layout: Any, *params: nn.Parameter, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
-        (
-            None,
-            "tensor_model_parallel says that it is a fragment, but not which ranks(.|\n)*layers.0(.|\n)*layout=mesh",
-        ),
-        (lambda name, param: None, "but not which ranks"),
         (lambda name, param: param.nothing, "the function given as layout= raised AttributeError"),
         (lambda name, param: "rows", "layout= gives 'rows' instead of"),
         ({"layers.*": 3}, "layout= gives 3 instead of"),
         ({"other.*": None}, r"'other.\*' matches no parameter; the optimizer has layers.0"),
-        (7, "layout= takes patterns of names, a function or a DeviceMesh, not a int"),
+        (7, "layout= takes patterns of names, a function, a mesh or a process group, not a int"),
     ],
 )
 def test_refused_in_one_process(layout: Any, what: str) -> None:
     assert re.search(what, says(layout, marked(nn.Parameter(torch.ones(4, 6)))))
 
 
-@pytest.mark.full
-def test_a_pattern_may_say_that_a_marked_parameter_is_whole() -> None:
-    param = marked(nn.Parameter(torch.ones(4, 6)))
-    param.grad = torch.ones_like(param)
-    canzona_compile.wrap(Muon([("router", param)], lr=0.1), layout={"router": None}).step()
+def test_a_marked_parameter_is_whole_if_there_are_no_other_ranks() -> None:
+    """Megatron marks weights without tensor parallelism as well."""
+    plain, param = nn.Parameter(torch.ones(4, 6)), marked(nn.Parameter(torch.ones(4, 6)))
+    plain.grad = param.grad = torch.ones_like(param)
+    with shared_captures():
+        canzona_compile.wrap(Muon([("router", param)], lr=0.1)).step()
+    Muon([plain], lr=0.1).step()
+    assert torch.equal(param, plain)
 
 
 def test_a_pattern_may_fit_parameters_of_one_optimizer_of_a_chain_alone() -> None:
@@ -83,6 +82,22 @@ def test_a_pattern_may_fit_parameters_of_one_optimizer_of_a_chain_alone() -> Non
     members = [Muon([("router", params["router"])], lr=0.1), torch.optim.SGD([("other", params["other"])], lr=0.1)]
     canzona_compile.wrap(canzona_compile.chain(*members), layout={"router": None}).step()
     assert not any(torch.equal(param, torch.ones(4, 6)) for param in params.values())
+
+
+def beside_norms() -> None:
+    """An optimizer of a chain has no fragment, as AdamW on a pipeline stage without embeddings."""
+    params = {"up": marked(ones(4, 6)), "norm": ones(6)}
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    members = [Muon([("up", params["up"])], lr=0.1), torch.optim.SGD([("norm", params["norm"])], lr=0.1)]
+    with shared_captures():
+        canzona_compile.wrap(canzona_compile.chain(*members), layout=mesh_of((2,), ("tp",))).step()
+    assert not any(torch.equal(param, torch.ones_like(param)) for param in params.values())
+
+
+@pytest.mark.ranks
+def test_a_mesh_alone_may_concern_some_optimizers_of_a_chain() -> None:
+    run(2, beside_norms)
 
 
 # -- two ranks ---------------------------------------------------------------------------------
@@ -110,6 +125,16 @@ def refused(case: str) -> str:
             return says({"*": (mesh, [Shard(0)])} if rank else {"*": (mesh, [Shard(0)] * 2)}, ones(4, 6))
         case "copies":  # they lose their attributes
             return says(mesh, copy.deepcopy(marked(ones(4, 6)))) + "layers.0"
+        case "no layout":
+            return says(None, marked(ones(4, 6)))
+        case "an expert":
+            return says(mesh, marked(ones(4, 6), expert=True))
+        case "an expert and a group":
+            return says(mesh.get_group(), marked(ones(4, 6), expert=True))
+        case "an expert in a pattern":
+            return says({"*": mesh}, marked(ones(4, 6), expert=True))
+        case "an expert on one rank":
+            return says(mesh, marked(ones(4, 6), expert=rank == 1))
         case "attributes":
             return says(mesh, marked(ones(4, 6), dim=-1))
         case "partial":
@@ -137,6 +162,14 @@ def refused(case: str) -> str:
         ("one alone", "rank 0 does not hold a fragment of this parameter"),
         ("one fails", "2 placements for a mesh of 1 dims"),
         ("copies", "layout= is only a mesh, but no parameter has the attribute tensor_model_parallel=True"),
+        (
+            "no layout",
+            "tensor_model_parallel says that it is a fragment, but not which ranks(.|\n)*layers.0(.|\n)*layout=mesh",
+        ),
+        ("an expert", r"(?s)allreduce=False says that it is an expert.*\"\*.experts.\*\": None"),
+        ("an expert and a group", "allreduce=False says that it is an expert"),
+        ("an expert in a pattern", "allreduce=False says that it is an expert"),
+        ("an expert on one rank", "allreduce=False says that it is an expert"),
         ("attributes", "tensor_model_parallel is True, but partition_dim=-1 is not a dim"),
         ("partial", "is neither a shard nor a replica"),
         ("dim", r"layout= says S\(2\), but the fragment has shape \[4, 6\]"),
@@ -149,6 +182,46 @@ def test_refused_on_every_rank(case: str, what: str) -> None:
     for said in run(2, refused, case):
         assert re.search(what, said), said
         assert "layers.0" in said
+
+
+EXPERTS: dict[str, Any] = {  # whether ranks hold experts whole, and what layout= says
+    "patterns": (True, lambda tp: {"*.experts.*": None, "*": tp}),
+    "patterns of groups": (True, lambda tp: {"*.experts.*": None, "*": tp.get_group()}),
+    "function": (True, lambda tp: lambda name, param: tp if param.allreduce else None),
+    "fragments": (False, lambda tp: {"*.experts.*": (tp, [Shard(0)]), "*": tp}),
+    "fragments by function": (False, lambda tp: lambda name, p: (tp.get_group(), [Shard(p.partition_dim)])),
+}
+
+
+def beside_experts(how: str) -> None:
+    """A fragment of a matrix and an expert, of the same shape and with the same marks."""
+    tp, rank = mesh_of((2,), ("tp",)), dist.get_rank()
+    whole, layout = EXPERTS[how]
+    random = torch.Generator().manual_seed(0)
+    matrix, experts = (torch.randn(8, 6, generator=random) for _ in range(2))
+    names = ["up", "mlp.experts.0"]
+    own = [
+        marked(nn.Parameter(value.chunk(2)[rank].clone()), expert=i == 1) for i, value in enumerate([matrix, experts])
+    ]
+    plain = [nn.Parameter(matrix), nn.Parameter(experts.chunk(2)[rank].clone() if whole else experts)]
+    with shared_captures():
+        wrapped = canzona_compile.wrap(Muon([*zip(names, own, strict=True)], lr=0.1), layout=layout(tp))
+    expected = Muon(plain, lr=0.1)
+    for _ in range(3):
+        for i, (mine, theirs) in enumerate(zip(own, plain, strict=True)):
+            grad = torch.randn(8, 6, generator=random)
+            mine.grad = grad.chunk(2)[rank].clone()
+            theirs.grad = mine.grad.clone() if i and whole else grad
+        wrapped.step()
+        expected.step()
+        assert torch.equal(own[0], plain[0].chunk(2)[rank])
+        assert torch.equal(own[1], plain[1] if whole else plain[1].chunk(2)[rank])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", EXPERTS)
+def test_layouts_say_how_experts_lie(how: str) -> None:
+    run(2, beside_experts, how)
 
 
 def without_this_rank() -> str:
