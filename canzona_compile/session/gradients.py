@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import InvalidGradient, some
+from canzona_compile.ir.sharding import shard_dim
 from canzona_compile.rehearsal.asked import lies_otherwise
 from canzona_compile.rehearsal.rehearsal import Habits
 from canzona_compile.session.plan import Plan
@@ -46,6 +47,7 @@ class StepGradients:
         # that was checked. None for plain tensors.
         self._specs: dict[str, Any] = {name: spec_of(param) for name, param in self._params.items()}
         self._whole: dict[str, Tensor] = {}  # those of `found`, as DTensors if they are such
+        self._given: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters, gradients of others' placements, and ours
         self._written: dict[str, weakref.ref[Tensor]] = {}  # by task, what the last step left NaN in
         for bound in plan.bound.values() if self.habits.aliases else ():  # a plain step may have left them in the state
             self._note(bound.origin, capture.optimizer.state.get(bound.origin))
@@ -56,7 +58,7 @@ class StepGradients:
         """Read the gradients that parameters have now, and give views theirs, with the values of now."""
         for view, expected in self._views.items():
             if view.source.grad is not None:
-                check_gradient(view.source, view.name, expected)
+                self._checked(view.source, view.name, expected)
             view.take()
         grads = list(map(GRAD, self._params.values()))
         self._whole = dict(compress(zip(self._params, grads, strict=True), map(is_not, grads, repeat(None))))
@@ -71,8 +73,26 @@ class StepGradients:
             return
         for name, grad in self._whole.items():
             check_attributes(grad, name, self.habits.asks_layout)
-            check_gradient(self._params[name], name, self._dtypes[name])
-            self._specs[name] = spec_of(grad)
+            own = self._checked(self._params[name], name, self._dtypes[name])
+            self._whole[name], self.found[name] = own, own if self.found is self._whole else local_part(own)
+            self._specs[name] = spec_of(own)
+
+    def _checked(self, param: Tensor, name: str, expected: torch.dtype) -> Tensor:
+        """The gradient of a parameter, which has it laid out like itself until `give_back`."""
+        grad, own = param.grad, check_gradient(param, name, expected)
+        if grad is not None and own is not grad:
+            if self.habits.aliases or self.habits.writes_gradients:
+                raise unlike_parameter(param, grad, name)  # the step would hold or write another tensor than the user's
+            self._given.append((param, grad, own))
+            param.grad = own
+        return own
+
+    def give_back(self) -> None:
+        """Give parameters the gradients that they had, as far as the step did not drop them."""
+        for param, grad, own in self._given:
+            if param.grad is own:
+                param.grad = grad
+        self._given.clear()
 
     def _as_planned(self) -> bool:
         """Tell whether `check` has nothing to look at. Each step asks this, so plain gradients are compared in C."""
@@ -153,6 +173,7 @@ class StepGradients:
     def forget(self) -> None:
         """Let go of all gradients, and write what views hold as copies back to their parameters."""
         self.found = self._whole = {}
+        self.give_back()
         for view in reversed(self._views):
             view.give_back()
 
@@ -162,8 +183,8 @@ def spec_of(tensor: Tensor) -> Any:
     return tensor._spec if isinstance(tensor, DTensor) else None
 
 
-def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
-    """Refuse a gradient that cannot take part in this step.
+def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> Tensor:
+    """Return a gradient laid out like its parameter, and refuse one that cannot take part in this step.
 
     Args:
         expected: the dtype of the gradient that the plan was made for.
@@ -183,12 +204,9 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
             hint="use real parameters; split a complex one into its real and imaginary part",
         )
     if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
-        raise InvalidGradient(
-            f"the gradient has placements {getattr(grad, 'placements', 'of a plain tensor')}, "
-            f"but the parameter has {param.placements}",
-            at=name,
-            hint="call grad.redistribute(placements=param.placements) before step()",
-        )
+        if not (isinstance(grad, DTensor) and holds_slice(grad, param)):
+            raise unlike_parameter(param, grad, name)
+        grad = grad.detach().redistribute(placements=param.placements)
     if local_part(grad).shape != local_part(param).shape:
         raise InvalidGradient(
             f"the local shard of the gradient is {list(local_part(grad).shape)}, but the shard of the "
@@ -197,6 +215,26 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
         )
     if grad.dtype != expected:
         raise InvalidGradient(f"the gradient is {grad.dtype}, but the plan was made for {expected}", at=name)
+    return grad
+
+
+def holds_slice(grad: DTensor, param: DTensor) -> bool:
+    """Whether each rank has the gradient of its fragment as a slice of what it has, so that nothing is sent."""
+    pairs = [*zip(grad.placements, param.placements, strict=True)] if grad.device_mesh == param.device_mesh else []
+    held, cut = {shard_dim(g) for g, _ in pairs}, {shard_dim(p) for g, p in pairs if g != p}
+    return bool(cut) and not cut & held and all(g == p or (g.is_replicate() and type(p) is Shard) for g, p in pairs)
+
+
+def unlike_parameter(param: DTensor, grad: Tensor, name: str) -> InvalidGradient:
+    """Make the error for a gradient that is not laid out like its parameter."""
+    placements = getattr(grad, "placements", "of a plain tensor")
+    partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
+    return InvalidGradient(
+        f"the gradient has placements {placements}, but the parameter has {param.placements}"
+        + (": each rank has a summand, and nobody has added them" if partial else ""),
+        at=name,
+        hint="set param.grad = param.grad.redistribute(placements=param.placements) before step()",
+    )
 
 
 def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> None:

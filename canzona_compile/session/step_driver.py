@@ -362,6 +362,7 @@ class StepDriver:
 
     def release(self) -> None:
         """Put the state into portable form, see `StateStore.release`. The memory of programs may serve that."""
+        self.gradients.give_back()
         self.forget_programs()
         self.store.release()
 

@@ -145,8 +145,8 @@ def marked(name: str, param: Tensor, mesh: DeviceMesh | None) -> Sharding:
     """The sharding that Megatron's attributes say."""
     if is_expert(param) and (mesh is None or mesh.size() > 1):
         raise UnsupportedLayout(
-            "its attribute allreduce=False says that it is an expert. Tensor-parallel ranks may hold whole and different "
-            "ones, although tensor_model_parallel is True",
+            "its attribute allreduce=False says that it is an expert. Tensor-parallel ranks may hold different ones, "
+            "each whole, although tensor_model_parallel is True",
             at=name,
             hint='say how experts are sharded: layout={"*.experts.*": None, "*": mesh} if each rank holds its own '
             'whole, or layout={"*.experts.*": (expert_mesh, [Shard(dim)]), "*": mesh} if expert_mesh has the ranks '

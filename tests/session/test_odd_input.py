@@ -5,18 +5,26 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Muon
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import AdamW, Muon
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError, EveryRankComputes, InvalidGradient, UnsupportedOptimizer
+from tests.harness.layouts import full, mesh_of
 from tests.harness.marks import crossed
+from tests.harness.marks import full as only_full
+from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
+from tests.harness.ranks import run
 from tests.harness.toys import WideFactors
 from tests.harness.traps.grammar import toy
 
@@ -180,6 +188,134 @@ def test_gradients_where_no_optimizer_looks() -> None:
     assert caught.value.at == "weight"
     param.grad = param.main_grad
     optimizer.step()
+
+
+# -- gradients that every rank has whole, of parameters that are sharded ----------------------------
+
+
+def placed(value: Tensor, *placements: Any) -> DTensor:
+    return DTensor.from_local(value.clone(), mesh_of((2,), ("tp",)), placements, run_check=False)
+
+
+def whole_gradients(how: str) -> None:
+    """The plain optimizer slices them, and leaves them to the user as they were."""
+    tp, random = mesh_of((2,), ("tp",)), torch.Generator().manual_seed(0)
+    values = {"up": torch.randn(8, 6, generator=random), "down": torch.randn(6, 7, generator=random)}
+    dims = {"up": 0, "down": 1}
+    own: Any = {n: nn.Parameter(distribute_tensor(v, tp, [Shard(dims[n])])) for n, v in values.items()}
+    plain: Any = {n: nn.Parameter(value.clone()) for n, value in values.items()}
+    with shared_captures():
+        if how == "chain":
+            members = [Muon([("up", own["up"])], lr=0.1), AdamW([("down", own["down"])], lr=0.1)]
+            optimizer: Any = canzona_compile.wrap(canzona_compile.chain(*members))
+            expected: Any = [Muon([plain["up"]], lr=0.1), AdamW([plain["down"]], lr=0.1)]
+        else:
+            options: Any = {"split": {"up": {"a": 4, "b": 4}}} if how == "split" else {}
+            optimizer = canzona_compile.wrap(Muon([*own.items()], lr=0.1), **options)
+            expected = [Muon([*plain.values()], lr=0.1)]
+    halves = [nn.Parameter(part.clone()) for part in values["up"].split(4)]
+    apart = Muon(halves, lr=0.1)
+    for step in range(4):
+        for name, value in values.items():
+            plain[name].grad = torch.randn(value.shape, generator=random)
+            own[name].grad = placed(plain[name].grad, Replicate())
+        if step == 2:  # the plan is made anew
+            optimizer.load_state_dict(optimizer.state_dict())
+            own["up"].grad = distribute_tensor(plain["up"].grad, tp, [Shard(0)])
+        given = [param.grad for param in own.values()]
+        for half, grad in zip(halves, plain["up"].grad.split(4), strict=True):
+            half.grad = grad
+        for one in (optimizer, apart, *expected):
+            one.step()
+        assert [param.grad for param in own.values()] == given
+        assert same_bits(full(own["up"]), torch.cat(halves) if how == "split" else plain["up"])
+        assert same_bits(full(own["down"]), plain["down"])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["wrap", "chain", "split"])
+def test_gradients_that_every_rank_has_whole(how: str) -> None:
+    run(2, whole_gradients, how)
+
+
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.tokens(tokens))  # type: ignore[no-any-return]
+
+
+def embeddings_by_rows(fsdp: bool) -> None:
+    """As torch's examples of tensor parallelism do it: the gradient of the embedding is whole on every rank."""
+    mesh = mesh_of((2, 2), ("dp", "tp")) if fsdp else mesh_of((2,), ("tp",))
+    torch.manual_seed(0)
+    model, plain = Embeddings(), Embeddings()
+    plain.load_state_dict(model.state_dict())
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    plan: Any = {"tokens": rows, "out": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tp"], plan)
+    if fsdp:
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        model(torch.arange(8)).sum().backward()
+        grad: Any = model.tokens.weight.grad
+        assert grad.placements == (Replicate(),)
+    with shared_captures():
+        optimizer = canzona_compile.wrap(torch.optim.Adam(model.named_parameters(), lr=0.1))
+    expected = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.arange(8)).square().sum().backward()
+        for own, param in zip(model.parameters(), plain.parameters(), strict=True):
+            assert own.grad is not None
+            param.grad = full(own.grad)
+        optimizer.step()
+        expected.step()
+        assert all(same_bits(full(a), b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fsdp", [False, only_full(True)])
+def test_embeddings_under_tensor_parallelism(fsdp: bool) -> None:
+    run(4 if fsdp else 2, embeddings_by_rows, fsdp)
+
+
+# Holds the gradient itself, not a slice of it.
+Holding = toy("holding")("""
+    param.add_(state.get("last", grad), alpha=-group["lr"])
+    state["last"] = grad
+""")
+
+
+def refused_placements(case: str) -> str:
+    tp = mesh_of((2,), ("tp",))
+    param = nn.Parameter(distribute_tensor(torch.ones(8, 6), tp, [Shard(0)]))
+    placement: Any = {"summands": Partial(), "columns": Shard(1), "held": Replicate()}[case]
+    param.grad = placed(torch.ones(8, 3 if case == "columns" else 6), placement)
+    kind: Any = Holding if case == "held" else Muon
+    with shared_captures(), pytest.raises(InvalidGradient) as caught:
+        canzona_compile.wrap(kind([("up", param)], lr=0.1)).step()
+    assert param.grad.placements == (placement,)
+    param.grad = param.grad.redistribute(placements=param.placements)  # as the hint says
+    with shared_captures():
+        canzona_compile.wrap(kind([("up", param)], lr=0.1)).step()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("summands", "placements .*Partial.*each rank has a summand, and nobody has added them"),
+        ("columns", r"placements .*\(dim=1\)|placements \(S\(1\)"),
+        ("held", "placements"),
+    ],
+)
+def test_gradients_of_other_placements_are_refused(case: str, what: str) -> None:
+    for said in run(2, refused_placements, case):
+        assert re.search(f"(?s){what}.*up.*redistribute", said), said
 
 
 @pytest.mark.parametrize(
