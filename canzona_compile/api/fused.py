@@ -6,7 +6,6 @@ transformers is imported. tests/api/test_fused.py proves each row of the table w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,9 +19,8 @@ from canzona_compile.api.survey import Site, Survey, upwards
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.sharding import shard_dim
-from canzona_compile.ir.split import Split
+from canzona_compile.ir.split import Split, looks_fused
 
-LOOKS_FUSED = re.compile(r"qkv|query_key_value|gate_?up|up_?gate|in_proj(?!_[abz]\b)|c_attn", re.IGNORECASE)
 UNKNOWN = "whole: its parts are not known"
 FRACTIONS = {2: "halves", 3: "thirds"}
 
@@ -148,8 +146,7 @@ def parts_of(survey: Survey, param: nn.Parameter) -> tuple[Split | None, str]:
     found = {known(survey, site, tuple(param.shape)) for site in sites}
     split = found.pop() if len(found) == 1 else None  # layers that share a weight may use it differently
     if split is None:
-        looks = LOOKS_FUSED.search(f"{sites[0].path.rpartition('.')[2]}.{sites[0].leaf}")
-        return None, UNKNOWN if looks else ""
+        return None, UNKNOWN if looks_fused(f"{sites[0].path}.{sites[0].leaf}") else ""
     if getattr(param, "tensor_model_parallel", False) or cut_beside_fsdp(survey, sites[0], param, split.dim):
         return None, "whole: tensor parallelism cuts it, and may have packed its parts"
     return split, described(split, param.ndim)

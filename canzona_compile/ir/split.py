@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ from canzona_compile.ir.canonical_names import canonical_name
 from canzona_compile.ir.layout import Box, Layout
 
 WHERE = "wrap(..., split=)"
+LOOKS_FUSED = re.compile(r"qkv|query_key_value|gate_?up|up_?gate|in_proj(?!_[abz]\b)|c_attn", re.IGNORECASE)
+
+
+def looks_fused(name: str) -> bool:
+    """Whether a weight, or the module that has it, is named as if it held several matrices."""
+    return LOOKS_FUSED.search(".".join(name.split(".")[-2:])) is not None
 
 
 @dataclass(frozen=True, init=False, slots=True)

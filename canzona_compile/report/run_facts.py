@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from canzona_compile.errors import some
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.options import Options
+from canzona_compile.ir.split import looks_fused
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.ir.storage import Stored
 from canzona_compile.ownership.jobs import Job, loads, makespan
@@ -45,7 +47,11 @@ def facts_of(session: Session) -> Facts:
         local=tuple(LocalTask(b.task.name, b.task.shape, why_local) for b in plan.elementwise),
         fallbacks={name: why for name, why in reasons.items() if why},
         bits=tuple(filter(None, [bits_of(session)])),
-        suggestions=(*(suggestions(plan, options) if session.may_move_owners else []), *eager_cuts(driver.last)),
+        suggestions=(
+            *(suggestions(plan, options) if session.may_move_owners else []),
+            *fused_and_whole(plan, options),
+            *eager_cuts(driver.last),
+        ),
         numerics=options.numerics,
         variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
         rank_programs=len(driver.programs),
@@ -106,6 +112,18 @@ def eager_cuts(program: BoundProgram) -> list[str]:
     return [
         f"Elementwise work of {name} runs operator by operator, without a kernel: {why}."
         for name, why in program.step.program.eager.items()
+    ]
+
+
+def fused_and_whole(plan: Plan, options: Options) -> list[str]:
+    """Name weights that look fused and are one matrix each, where ranks may have packed their parts."""
+    whole = [name for t in plan.owned.tasks if not (name := t.name).endswith("]") and looks_fused(name)]
+    marks = ("tensor_model_parallel" in vars(plan.bound[name].origin) for name in whole)
+    if not whole or not (options.layout is not None or any(marks)):
+        return []
+    looks = f"{some(whole)} {'looks' if len(whole) == 1 else 'look'} fused by name"
+    return [
+        f"{looks}. Each is updated as one matrix, because nothing splits it by itself here: name its parts by split=."
     ]
 
 

@@ -279,6 +279,27 @@ def test_shares_of_parts(make: str) -> None:
     run(2, strided, make)
 
 
+def reported(split: Any) -> list[str]:
+    """What the report of one step says of a fused weight and of another one."""
+    named = [("attention.linear_qkv.weight", marked(ones(6, 6))), ("up.weight", marked(ones(4, 6)))]
+    for _, param in named:
+        param.grad = torch.ones_like(param)
+    layout = mesh_of((2,), ("tp",)) if dist.is_initialized() else None
+    with shared_captures():
+        optimizer: Any = canzona_compile.wrap(Muon(named, lr=0.1), layout=layout, split=split)
+        optimizer.step()
+    return [text for text in optimizer.canzona.report().to_dict()["suggestions"] if "split=" in text]
+
+
+@pytest.mark.ranks
+def test_the_report_says_that_a_fused_weight_stays_whole() -> None:
+    split = {"*qkv*": {"q": 6, "k": 6}}
+    for said, apart in [*zip(run(2, reported, None), run(2, reported, split), strict=True), (reported(None), [])]:
+        assert len(said) == 1
+        assert "attention.linear_qkv.weight looks fused by name" in said[0]
+        assert apart == []
+
+
 def explained() -> list[str]:
     mesh = mesh_of((2,), ("tp",))
     named = [("up", marked(ones(4, 6))), ("down", marked(ones(4, 6), dim=3))]
