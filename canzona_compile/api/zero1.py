@@ -204,24 +204,17 @@ def every_rank(mesh: DeviceMesh | ProcessGroup, others: Sequence[DeviceMesh], gr
 
 
 def check_experts(params: Mapping[str, Tensor], group: DataParallelGroup, given: bool) -> None:
-    """Refuse experts of which data-parallel ranks hold different ones. This is a collective if there are experts.
-
-    Ranks that draw them with one seed hold equal values of different experts, so `layout=` has to say how they lie.
-
-    Args:
-        given: whether there is `layout=`.
-    """
+    """Refuse experts of which ranks may hold different ones. This is a collective if there are experts."""
     experts = {name: param for name, param in params.items() if is_expert(param)}
     if not experts or group.size * group.replicas == 1:
         return
     told = [torch.stack([*map(bits, experts.values())]).tolist()]
-    for own in (group.shard, group.replicate):
-        if own is not None:
-            parts: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(own))]
-            dist.all_gather_object(parts, told, group=own)
-            told = [digests for part in parts for digests in part]
+    for own in filter(None, (group.shard, group.replicate)):
+        parts: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(own))]
+        dist.all_gather_object(parts, told, group=own)
+        told = [digests for part in parts for digests in part]
     differ = [name for name, *digests in zip(experts, *told, strict=True) if len(set(digests)) > 1]
-    if differ or not given:
+    if differ or not given:  # ranks that draw with one seed have equal values of different experts
         raise UnsupportedLayout(
             "its attribute allreduce=False says that it is an expert, and ranks of mesh= may hold different ones, but "
             "zero1 adds the gradients of all of them",
@@ -235,8 +228,8 @@ def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:
     """One line per parameter of the model: what must be equal on all ranks."""
     for name, param in canonical_params(model).items():
         trained = "trained" if name in params else "not trained"
-        expert = " expert" if is_expert(param) else ""
-        yield f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad} {trained}{expert}"
+        trained += " expert" if is_expert(param) else ""
+        yield f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad} {trained}"
 
 
 def send_from_first(model: nn.Module, group: DataParallelGroup) -> None:

@@ -41,17 +41,14 @@ def facts_of(session: Session) -> Facts:
     why_local = f"elementwise: each rank updates {session.holds}"
     kinds = {id(b.kind): b.kind for b in plan.bound.values()}
     reasons = {t.name: plan.bound[t.name].kind.template.interpreted for t in plan.owned.tasks}
+    said = [*fused_and_whole(plan, options), *eager_cuts(driver.last)]
     return Facts(
         world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         captures=session.capture.captures,
         local=tuple(LocalTask(b.task.name, b.task.shape, why_local) for b in plan.elementwise),
         fallbacks={name: why for name, why in reasons.items() if why},
         bits=tuple(filter(None, [bits_of(session)])),
-        suggestions=(
-            *(suggestions(plan, options) if session.may_move_owners else []),
-            *fused_and_whole(plan, options),
-            *eager_cuts(driver.last),
-        ),
+        suggestions=(*(suggestions(plan, options) if session.may_move_owners else []), *said),
         numerics=options.numerics,
         variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
         rank_programs=len(driver.programs),
@@ -118,13 +115,9 @@ def eager_cuts(program: BoundProgram) -> list[str]:
 def fused_and_whole(plan: Plan, options: Options) -> list[str]:
     """Name weights that look fused and are one matrix each, where ranks may have packed their parts."""
     whole = [name for t in plan.owned.tasks if not (name := t.name).endswith("]") and looks_fused(name)]
-    marks = ("tensor_model_parallel" in vars(plan.bound[name].origin) for name in whole)
-    if not whole or not (options.layout is not None or any(marks)):
-        return []
-    looks = f"{some(whole)} {'looks' if len(whole) == 1 else 'look'} fused by name"
-    return [
-        f"{looks}. Each is updated as one matrix, because nothing splits it by itself here: name its parts by split=."
-    ]
+    marked = any("tensor_model_parallel" in vars(plan.bound[name].origin) for name in whole)
+    says = f"Fused by name, but updated as one matrix: {some(whole)}. Only split= says which parts such a weight has."
+    return [says] if whole and (marked or options.layout is not None) else []
 
 
 def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:

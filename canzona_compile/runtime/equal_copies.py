@@ -15,9 +15,8 @@ from canzona_compile.tensors import is_expert, local_part
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 AT_ONCE = 2**20  # elements; the integers that are computed with take 8 bytes each
 EXPERTS = (
-    "put experts of which ranks hold different ones (allreduce=False) into an optimizer of their own: "
-    "chain(wrap(Muon(experts)), wrap(Muon(others), replicate=dp)), with replicate= over the ranks that hold the same "
-    "experts if there are several"
+    "where ranks hold different experts (allreduce=False), wrap an optimizer of experts alone, with replicate= over "
+    "ranks that hold the same ones or without it: chain(wrap(Muon(experts)), wrap(Muon(others), replicate=dp))"
 )
 FACTOR = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing
 

@@ -23,14 +23,14 @@ from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_s
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.own_object import is_portable, saved_shapes
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, UnsupportedLayout, UnsupportedOptimizer
 from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
-from canzona_compile.session.params import check_disjoint, named_params
+from canzona_compile.session.params import check_disjoint, flat_shards, named_params
 from canzona_compile.session.plan import BoundParam, Described, machine_of
 from canzona_compile.session.stacks import Stacks
 from canzona_compile.session.state import check_gathers
@@ -81,11 +81,12 @@ class Binder:
         try:
             self.capture.notice()  # of changes since `explain` or the last plan
             self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
-        except UnsupportedOptimizer as error:
-            if refused is not None:
-                refused |= dict.fromkeys(names, error)
+        except Exception as error:
+            told = flat_shards(self._named) or error
+            if refused is not None and isinstance(told, UnsupportedOptimizer | UnsupportedLayout):
+                refused |= dict.fromkeys(names, told)
                 return []
-            raise
+            raise told from error.__cause__
         check_disjoint(self._named)
         if elsewhere := [error for name, error in self._known.refused.items() if name not in names]:
             raise elsewhere[0]  # of a parameter that other ranks have

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
@@ -227,11 +227,11 @@ def holds_slice(grad: DTensor, param: DTensor) -> bool:
 
 def unlike_parameter(param: DTensor, grad: Tensor, name: str) -> InvalidGradient:
     """Make the error for a gradient that is not laid out like its parameter."""
-    placements = getattr(grad, "placements", "of a plain tensor")
-    partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
+    placements: Any = grad.placements if isinstance(grad, DTensor) else "of a plain tensor"
+    partial = any(isinstance(placement, Partial) for placement in placements)
+    summands = ". Each rank has a summand, and nobody has added them" if partial else ""
     return InvalidGradient(
-        f"the gradient has placements {placements}, but the parameter has {param.placements}"
-        + (": each rank has a summand, and nobody has added them" if partial else ""),
+        f"the gradient has placements {placements}, but the parameter has {param.placements}{summands}",
         at=name,
         hint="set param.grad = param.grad.redistribute(placements=param.placements) before step()",
     )

@@ -130,6 +130,21 @@ def check_in_use(named: Named) -> None:
     )
 
 
+def flat_shards(named: Named) -> UnsupportedLayout | None:
+    """The error for what DeepSpeed puts in the place of a model's parameters; None if there is nothing of it."""
+    flat = [name for name, _, param in named if param.ndim == 1]
+    modules = (vars(module).get("_parameters") or {} for module in (live(nn.Module) if flat else ()))
+    params = (param for own in modules for param in own.values() if param is not None)
+    if not any({"_hp_mapping", "ds_id"} & vars(param).keys() for param in params):  # of stages 1 and 2, and of 3
+        return None
+    return UnsupportedLayout(
+        "DeepSpeed has given the optimizer a flat shard of a partition, in which matrices are cut anywhere",
+        at=some(flat),
+        hint='use ZeRO stage 0 ({"zero_optimization": {"stage": 0}}) and wrap(optimizer, '
+        "replicate=torch.distributed.group.WORLD), or DeepSpeed's own Muon",
+    )
+
+
 def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
     """Warn of ranks that do not know of one another, and rank 0 of parameters under DDP for which `replicate=` lacks.
 

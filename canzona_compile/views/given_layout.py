@@ -1,8 +1,7 @@
 """What is known of plain tensors that somebody else sharded: what `layout=` says, and Megatron's attributes.
 
 Megatron marks a parameter that is sharded over the tensor-parallel ranks by `tensor_model_parallel`, the dim by
-`partition_dim`, and a fragment that is a share of several parts, such as gate and up, by `partition_stride`. An expert
-has these marks also where ranks hold different experts, each whole.
+`partition_dim`, and a fragment that is a share of several parts, such as gate and up, by `partition_stride`.
 """
 
 from __future__ import annotations

@@ -308,7 +308,7 @@ def refused_placements(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "what"),
     [
-        ("summands", "placements .*Partial.*each rank has a summand, and nobody has added them"),
+        ("summands", "placements .*Partial.*Each rank has a summand, and nobody has added them"),
         ("columns", r"placements .*\(dim=1\)|placements \(S\(1\)"),
         ("held", "placements"),
     ],

@@ -132,6 +132,27 @@ def test_parameters_that_fsdp1_has_flattened(original: bool) -> None:
         assert "fully_shard (FSDP2)" in text
 
 
+@pytest.mark.parametrize("mark", ["_hp_mapping", "ds_id"])
+def test_flat_shards_of_deepspeed(mark: str) -> None:
+    """In ZeRO's stages 1 to 3 its engine gives the optimizer flat tensors in the place of parameters."""
+    model, flat = model_of(), torch.zeros(240, requires_grad=True)
+    optimizers = [muon(model), canzona_compile.wrap(torch.optim.AdamW(model.parameters(), lr=0.1))]
+    for param in model.parameters():
+        setattr(param, mark, 0)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones_like(flat)
+    kind, text = raised(optimizers[0].step)
+    assert kind == "UnsupportedLayout"
+    assert "flat shard of a partition" in text
+    assert '"stage": 0' in text
+    assert "replicate=" in text
+    assert "one_per_matrix" not in text
+    assert str(canzona_compile.explain(optimizers[0]).parameters[0].why) in text
+    optimizers[1].step()  # elementwise, so it may cut them anywhere
+    assert flat.detach().ne(0).all()
+
+
 # -- gradients ---------------------------------------------------------------------------------------
 
 

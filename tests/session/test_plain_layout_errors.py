@@ -296,7 +296,7 @@ def test_the_report_says_that_a_fused_weight_stays_whole() -> None:
     split = {"*qkv*": {"q": 6, "k": 6}}
     for said, apart in [*zip(run(2, reported, None), run(2, reported, split), strict=True), (reported(None), [])]:
         assert len(said) == 1
-        assert "attention.linear_qkv.weight looks fused by name" in said[0]
+        assert "updated as one matrix: attention.linear_qkv.weight" in said[0]
         assert apart == []
 
 
