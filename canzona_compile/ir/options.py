@@ -106,8 +106,8 @@ class Options:
             {"*.fc1.weight": (mesh, [Shard(0)])}, with None for parameters that every rank holds whole, or a function of
             name and parameter that returns this. The first pattern that matches counts. A mesh alone is the
             tensor-parallel mesh of the parameters that have Megatron's attributes `tensor_model_parallel`,
-            `partition_dim` and `partition_stride`. Fragments may differ in size; ranks tell each other at the first
-            step.
+            `partition_dim` and `partition_stride`; experts (`allreduce=False`) need more. A `ProcessGroup` is a mesh of
+            one dim. Fragments may differ in size; ranks tell each other at the first step.
         names: no argument: for each parameter group, the names that `model` gives to its parameters.
         prefix: no argument: begins the names of parameters that nobody named, if there are several optimizers.
         planner: the rule that chooses owners: "lpt-swap", "lpt" or "alpha".
