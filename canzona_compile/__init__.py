@@ -97,6 +97,8 @@ if not TYPE_CHECKING:  # or type checkers would take any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name on its first use (PEP 562)."""
+        if name in ("integrations", "kernels", "optimizers", "passes"):  # sub-packages for users
+            return import_module(f"{__name__}.{name}")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -390,6 +390,11 @@ def test_importing_the_package_loads_no_torch() -> None:
     assert len({name for name in loaded if name.split(".")[0] == PACKAGE}) < 10
 
 
+def test_packages_that_pages_name_are_there_after_the_import_of_ours() -> None:
+    names = [f"{PACKAGE}.{name}" for name in ("integrations", "kernels", "optimizers", "passes")]
+    assert {*names, f"{PACKAGE}.optimizers.soap"} <= loaded_by(f"import {PACKAGE}", f"{PACKAGE}.optimizers.SOAP", *names)
+
+
 def test_what_trains_loads_no_tools() -> None:
     core = [name for name, module in lazy_names().items() if not module.startswith(f"{PACKAGE}.tools.")]
     loaded = loaded_by("import canzona_compile", *(f"canzona_compile.{name}" for name in core))
