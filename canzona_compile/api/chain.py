@@ -23,15 +23,25 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 class FixedGroups(list[dict[str, Any]]):
     """The parameter groups of a chain. A group that is put into this list would reach no optimizer, so none can be."""
 
+    def __init__(self, own: Chain) -> None:
+        super().__init__(group for optimizer in own.optimizers for group in optimizer.param_groups)
+        self._chain = own
+
     def _fixed(self, *_: Any, **__: Any) -> NoReturn:
         raise CanzonaError(
-            "param_groups of a chain is a read-only view of the groups of its optimizers",
+            "param_groups of a chain are the groups of its optimizers, in their order; only empty ones may be left out",
             at="chain.param_groups",
             hint="add a group with chain.add_param_group(group, to=...), or change chain.optimizers[i].param_groups",
         )
 
     append = extend = insert = remove = pop = clear = sort = reverse = _fixed
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _fixed
+    __delitem__ = __iadd__ = __imul__ = _fixed
+
+    def __setitem__(self, place: Any, groups: Any) -> None:
+        changed = list(self)
+        changed[place] = groups
+        self._chain.param_groups = changed
+        super().__init__(self._chain.param_groups)
 
     def __reduce__(self) -> Any:  # a copy is a list like any other
         return list, (list(self),)
@@ -146,24 +156,30 @@ class Chain(Optimizer):
     # -- groups and state --------------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers in order. They are those dicts themselves, in a list that cannot grow."""
-        return FixedGroups(group for optimizer in self.optimizers for group in optimizer.param_groups)
+    def param_groups(self) -> FixedGroups:
+        """The groups of all optimizers in order. They are those dicts themselves, in a list that cannot grow.
+
+        What is assigned must have the same parameters in the same order; groups that are empty may be left out.
+        """
+        return FixedGroups(self)
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         if not self._made:  # the constructor of Optimizer begins with none
             return
-        sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
-        if len(groups) != sum(sizes):
-            raise CanzonaError(
-                f"the chain has {sum(sizes)} parameter groups, but {len(groups)} were assigned",
-                at="chain.param_groups",
-                hint="chain.add_param_group(group, to=...) adds a group to one of its optimizers",
-            )
-        given = iter(groups)
-        for optimizer, size in zip(self.optimizers, sizes, strict=True):
-            optimizer.param_groups = [next(given) for _ in range(size)]
+        given = list(groups)
+        parts: list[list[dict[str, Any]]] = []
+        for optimizer in self.optimizers:
+            parts.append([])
+            for own in optimizer.param_groups:
+                if given and [*map(id, given[0]["params"])] == [*map(id, own["params"])]:
+                    parts[-1].append(given.pop(0))
+                elif own["params"]:
+                    self.param_groups._fixed()
+        if given:
+            self.param_groups._fixed()
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            optimizer.param_groups = part
 
     @property  # type: ignore[override]
     def state(self) -> ChainState:
@@ -427,19 +443,12 @@ def check_form(optimizer: Optimizer, saved: Mapping[str, Any], ids: Mapping[Any,
 
 def check_sizes(saved: Sequence[int], own: Sequence[int]) -> None:
     """Raise unless the groups of a state dict have as many parameters as those of the chain."""
-    if len(saved) != len(own):
+    if saved != own:
         raise CanzonaError(
-            f"the state dict has {len(saved)} parameter groups, the chain has {len(own)}",
+            f"the parameter groups in the state dict have {saved} parameters, those of the chain {own}",
             at="chain.load_state_dict",
-            hint="build the chain from the same optimizers, in the same order, as when it was saved",
+            hint="build the chain from the same model and optimizers, in the same order, as when it was saved",
         )
-    for number, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
-        if theirs != mine:
-            raise CanzonaError(
-                f"parameter group {number} has {theirs} parameters in the state dict and {mine} in the chain",
-                at="chain.load_state_dict",
-                hint="build the chain from the same model as when it was saved",
-            )
 
 
 def check_saved(saved: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,10 +69,23 @@ def test_what_optimizers_hold_stays_when_a_chain_is_made_of_them(wrapped: bool) 
 
 def test_a_list_of_groups_cannot_grow_unnoticed() -> None:
     made = chained("two")
-    for change in (lambda groups: groups.append({"params": []}), lambda groups: groups.sort(key=id)):
-        with pytest.raises(CanzonaError) as error:
+    changes: list[Callable[[Any], Any]] = [
+        lambda groups: groups.append({"params": []}),
+        lambda groups: groups.sort(key=id),
+        lambda groups: groups.clear(),
+        lambda groups: operator.setitem(groups, slice(None), groups[:1]),
+        lambda groups: operator.setitem(groups, slice(None), groups[::-1]),
+        lambda groups: operator.setitem(groups, slice(2, None), [{"params": []}]),
+        lambda groups: operator.setitem(groups, 0, {"params": parameters([(6, 4)])}),
+        lambda groups: setattr(made, "param_groups", [*groups, {"params": parameters([(6, 4)])}]),
+    ]
+    before = list(made.param_groups)
+    for change in changes:
+        with pytest.raises(CanzonaError, match="of its optimizers") as error:
             change(made.param_groups)
         assert error.value.at == "chain.param_groups"
+        assert "chain.add_param_group(group, to=...)" in str(error.value.hint)
+        assert [*map(id, made.param_groups)] == [*map(id, before)]
     for taken in (copy.copy(made.param_groups), copy.deepcopy(made.param_groups)):
         taken.append({"params": []})
     assert len(pickle.loads(pickle.dumps(made.param_groups))) == len(made.param_groups)
@@ -83,6 +98,24 @@ def test_groups_may_be_set_as_a_whole(wrapped: bool) -> None:
     assert [group["lr"] for own in made.optimizers for group in own.param_groups] == [0.7] * 4
     with pytest.raises(CanzonaError):
         made.param_groups = made.param_groups[:1]
+
+
+@either
+def test_empty_groups_may_be_left_out(wrapped: bool) -> None:
+    """As DeepSpeed does with the groups of any optimizer."""
+    made, hand = chained("three"), Hand("three")
+    for own in (*made.optimizers, *hand.optimizers):
+        own.add_param_group({"params": []})
+    if wrapped:
+        canzona_compile.wrap(made)
+    steps(made, range(1), hand)
+    groups = made.param_groups
+    groups[:] = list(groups)
+    assert [len(own.param_groups) for own in made.optimizers] == [2, 2, 3]
+    groups[:] = [group for group in groups if group["params"]]
+    assert [len(group["params"]) for group in made.param_groups] == [len(group["params"]) for group in groups]
+    assert [len(own.param_groups) for own in made.optimizers] == [1, 1, 2]
+    steps(made, range(1, 3), hand)
 
 
 @both
