@@ -392,7 +392,9 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 def test_packages_that_pages_name_are_there_after_the_import_of_ours() -> None:
     names = [f"{PACKAGE}.{name}" for name in ("integrations", "kernels", "optimizers", "passes")]
-    assert {*names, f"{PACKAGE}.optimizers.soap"} <= loaded_by(f"import {PACKAGE}", f"{PACKAGE}.optimizers.SOAP", *names)
+    assert {*names, f"{PACKAGE}.optimizers.soap"} <= loaded_by(
+        f"import {PACKAGE}", f"{PACKAGE}.optimizers.SOAP", *names
+    )
 
 
 def test_what_trains_loads_no_tools() -> None:

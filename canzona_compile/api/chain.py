@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class, required_arguments
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.session.checkpoints import by_name, check_shapes
 
 
 class FixedGroups(list[dict[str, Any]]):
@@ -303,10 +304,10 @@ class Chain(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, on a chain with groups of the same sizes.
+        """Load what `state_dict` returned, by the names of parameters if both sides have names, else by position.
 
         Args:
-            state_dict: of a chain, or of a plain optimizer whose groups are those of the chain in order.
+            state_dict: of a chain, or of a plain optimizer with the groups of the chain.
 
         Raises:
             CanzonaError: the groups do not fit, or there is state of no parameter; nothing was loaded then.
@@ -315,6 +316,7 @@ class Chain(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        state_dict = by_name(state_dict, self.optimizers)
         groups = state_dict["param_groups"]
         check_sizes([len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups])
         check_saved(state_dict, self.optimizers)
@@ -326,6 +328,8 @@ class Chain(Optimizer):
             numbers = {id_: i for i, id_ in enumerate(ids_of(own))}
             state = {numbers[id_]: entry for id_, entry in state_dict["state"].items() if id_ in numbers}
             parts.append({"state": state, "param_groups": [renumbered(group, numbers) for group in own]})
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            check_shapes(optimizer, part)
         for optimizer, part in zip(self.optimizers, parts, strict=True):
             optimizer.load_state_dict(part)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -18,7 +18,7 @@ from canzona_compile.compat.torch_private import outside_dynamo
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.options import Options
 from canzona_compile.replica.twin import check_step_signature
-from canzona_compile.session.checkpoints import keep_as_saved, keep_tuples
+from canzona_compile.session.checkpoints import fitted
 from canzona_compile.session.session import Session
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -106,10 +106,8 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         with self.canzona.session.turns.take("load_state_dict()"):
-            before = self.param_groups
-            saved_by(self, plain).load_state_dict(self, state_dict)
-            keep_tuples(self, before)
-            keep_as_saved(self, state_dict)
+            with fitted(self, state_dict):
+                saved_by(self, plain).load_state_dict(self, state_dict)
             self.canzona.session.forget_plan()
 
     def reduce(self: Any, protocol: Any) -> Any:

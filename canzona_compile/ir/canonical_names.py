@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -24,6 +24,13 @@ def canonical_names(names: Iterable[str]) -> list[str]:
     found = [canonical_name(name) for name in names]
     prefix = common_prefix(found)
     return [name.removeprefix(prefix) for name in found]
+
+
+def canonical_groups(groups: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Return `canonical_names` of the names in several parameter groups of one model."""
+    groups = list(groups)
+    plain = iter(canonical_names(name for names in groups for name in names))
+    return [[next(plain) for _ in names] for names in groups]
 
 
 def common_prefix(names: Iterable[str]) -> str:

@@ -9,9 +9,11 @@ unless a checkpoint was loaded into it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -20,12 +22,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.sharding_rules import state_after_a_step
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
+from canzona_compile.errors import CanzonaError, some
+from canzona_compile.ir.canonical_names import canonical_groups
 from canzona_compile.replica.homes import atoms_of, own_attributes
-from canzona_compile.replica.leaves import keys_of, leaf_name, read
+from canzona_compile.replica.leaves import keys_of, leaf_name, read, state_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import undisturbed
+from canzona_compile.session.params import named_params
 from canzona_compile.tensors import local_part
+
+NamesByGroup = list[list[str]]  # a group without names has none
 
 # -- the dummy step --------------------------------------------------------------------------------
 
@@ -79,7 +87,121 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
                 param.copy_(value)
 
 
-# -- loaded state ----------------------------------------------------------------------------------
+# -- which state is whose --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fitted(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[None]:
+    """Inside this context, `load_state_dict` goes by names, checks shapes, and keeps dtypes and tuples as they were."""
+    before, loaded = optimizer.param_groups, [state_dict]
+
+    def fit(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        loaded[0] = by_name(given, [optimizer])
+        check_shapes(optimizer, loaded[0])
+        return loaded[0]
+
+    hook = optimizer.register_load_state_dict_pre_hook(fit)
+    try:
+        yield
+    finally:
+        hook.remove()
+    keep_tuples(optimizer, before)
+    keep_as_saved(optimizer, loaded[0])
+
+
+def by_name(saved: dict[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return a state dict with its groups, and the parameters in them, in the order of these optimizers.
+
+    Parameters go by their names if both sides have names, else by their positions, as in torch. Keys that are names
+    come from torch.distributed.checkpoint, which has put them in the order of the optimizers. The `param_names` beside
+    them are those of a saved group with one of these parameters.
+
+    Raises:
+        CanzonaError: a group was saved with other parameters.
+    """
+    groups: list[dict[str, Any]] = list(saved["param_groups"])
+    kinds = [plain_class(optimizer).__name__ for optimizer in optimizers for _ in optimizer.param_groups]
+    own = [group for optimizer in optimizers for group in optimizer.param_groups]
+    mine = canonical_groups(texts(group, "param_names") for group in own)
+    theirs, keys = (
+        aligned(canonical_groups(texts(group, key) for group in groups), mine) for key in ("param_names", "params")
+    )
+    if any(keys):
+        known = {*chain.from_iterable(keys)}
+        same_groups(theirs, mine if known.isdisjoint(chain.from_iterable(theirs)) else keys, kinds)
+        theirs = [] if known.isdisjoint(chain.from_iterable(mine)) else keys
+        groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    place = same_groups(theirs, mine, kinds)
+    unnamed = [h for h in range(len(groups)) if h not in place.values()]
+    for g, h in place.items():
+        key_of = dict(zip(theirs[h], groups[h]["params"], strict=True))
+        groups[h] = {**groups[h], "params": [key_of[n] for n in mine[g]], "param_names": own[g]["param_names"]}
+    if len(groups) == len(own):  # else torch says so
+        groups = [groups[place[g] if g in place else unnamed.pop(0)] for g in range(len(own))]
+    return {**saved, "param_groups": groups}
+
+
+def texts(group: Mapping[str, Any], key: str) -> list[str]:
+    """What a group has under a key, if that is a text for each of its parameters; else nothing."""
+    found = list(group.get(key) or ())
+    return found if len(found) == len(group["params"]) and all(isinstance(name, str) for name in found) else []
+
+
+def aligned(theirs: NamesByGroup, mine: NamesByGroup) -> NamesByGroup:
+    """Names with the prefix that ours have, or without one that ours lack, if that is how the first ones differ."""
+    first, own = (min(chain.from_iterable(side), default="") for side in (theirs, mine))
+    if first.endswith(f".{own}"):
+        return [[name.removeprefix(first.removesuffix(own)) for name in names] for names in theirs]
+    more = own.removesuffix(first) if own.endswith(f".{first}") else ""
+    return [[more + name for name in names] for names in theirs]
+
+
+def same_groups(theirs: NamesByGroup, mine: NamesByGroup, kinds: Sequence[str]) -> dict[int, int]:
+    """Find the saved group of each named group of ours, which a class of `kinds` steps.
+
+    Returns:
+        Positions of saved groups by positions of ours; none if one side has no names, or a name twice.
+    """
+    flat = [[*chain.from_iterable(side)] for side in (theirs, mine)]
+    if not all(flat) or any(len({*names}) < len(names) for names in flat):
+        return {}
+    ours, saved = ({frozenset(names): g for g, names in enumerate(side) if names} for side in (mine, theirs))
+    new, old = ([g for names, g in one.items() if names not in other] for one, other in ((ours, saved), (saved, ours)))
+    if new or old:
+        now, then = mine[new[0]] if new else [], theirs[old[0]] if old else []
+        kind = f" ({kinds[new[0]]})" if new else ""
+        raise CanzonaError(
+            f"parameter group {(new or old)[0]}{kind} was saved with other parameters: the state dict has "
+            f"{some(n for n in then if n not in now) or 'none'} where the optimizer has "
+            f"{some(n for n in now if n not in then) or 'none'}",
+            at="load_state_dict",
+            hint="build the optimizer with the names, and the parameters in each group, that it was saved with",
+        )
+    return {g: saved[names] for names, g in ours.items()}
+
+
+def check_shapes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise if state to which the optimizer gives the shape of its parameter was saved with another shape.
+
+    The step of a small parameter shows which state that may be, and one of the real size whether it is.
+    """
+
+    @functools.cache
+    def like_parameter(g: int, spec: ParameterSpec) -> set[str]:
+        made = state_of(optimizer, optimizer.param_groups[g], spec)
+        return {name for name, value in made.items() if value.shape == spec.shape}
+
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for (at, g, param), key in zip(named_params(optimizer), keys, strict=False):
+        for name, leaf in state_leaves(saved["state"].get(key) or {}):
+            if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape in (param.shape, local_part(param).shape):
+                continue
+            if all(name in like_parameter(g, spec) for spec in (small_spec(param), ParameterSpec.of(param))):
+                raise CanzonaError(
+                    f"the parameter is {list(param.shape)}, but its state {name!r} was saved as {list(leaf.shape)}",
+                    at=at,
+                    hint='load a checkpoint of the same shapes, or remove its entry from state_dict["state"] first',
+                )
 
 
 def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -92,7 +214,7 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for i, (param, group) in zip(ids, params, strict=True):
         state: dict[str, Any] = optimizer.state.get(param) or {}
-        own: dict[str, torch.dtype] | None = None
+        own: dict[str, Tensor] | None = None
 
         def kept(path: Any, saved: Any, param: Tensor = param, group: Any = group, state: Any = state) -> Any:
             nonlocal own
@@ -101,21 +223,26 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             loaded = read(state, keys_of(path))
             if loaded.dtype == saved.dtype:
                 return loaded
-            own = dtypes_of_state(optimizer, group, param) if own is None else own
-            if own.get(leaf_name(keys_of(path))) == loaded.dtype:  # saved with parameters of another dtype
+            own = state_of(optimizer, group, small_spec(param)) if own is None else own
+            made = own.get(leaf_name(keys_of(path)))
+            if made is not None and made.dtype == loaded.dtype:  # saved with parameters of another dtype
                 return loaded
             return saved.detach().clone().to(loaded.device)
 
         state.update(pytree.tree_map_with_path(kept, dict(state_dict["state"].get(i) or {})))
 
 
-def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, torch.dtype]:
-    """Return the dtypes of the state that the optimizer makes for a parameter, by leaf, from a step of a small one."""
+def state_of(optimizer: Optimizer, group: dict[str, Any], spec: ParameterSpec) -> dict[str, Tensor]:
+    """Return the state that the optimizer makes for such a parameter, by leaf; none if a step of it changes others."""
     if own_attributes(optimizer).keys() - {"defaults"} - atoms_of(optimizer).keys():
         return {}
-    shape = tuple(min(size, 4) for size in param.shape)
-    spec = replace(ParameterSpec.of(param, shape, param.dtype), device=torch.device("cpu"))
-    return {name: value.dtype for name, value in state_after_a_step(optimizer, group, spec).items()}
+    return state_after_a_step(optimizer, group, spec)
+
+
+def small_spec(param: Tensor) -> ParameterSpec:
+    """Describe a small parameter like this one, whose dims differ and have divisors."""
+    shape = tuple(4 << dim for dim in range(param.ndim))
+    return replace(ParameterSpec.of(param, shape, param.dtype), device=torch.device("cpu"))
 
 
 def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:

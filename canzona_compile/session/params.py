@@ -23,7 +23,7 @@ from canzona_compile.errors import (
     UnsupportedOptimizer,
     some,
 )
-from canzona_compile.ir.canonical_names import DDP, canonical_name, canonical_names
+from canzona_compile.ir.canonical_names import DDP, canonical_groups, canonical_name
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.gradients import check_gradient
@@ -45,8 +45,7 @@ def named_params(
     """
     own = [list(map(str, group.get("param_names") or ())) for group in optimizer.param_groups]
     if not names:  # without names, the model shows whether DDP added a prefix
-        plain = iter(canonical_names(name for group_names in own for name in group_names))
-        own = [[next(plain) for _ in group_names] for group_names in own]
+        own = canonical_groups(own)
     found = []
     for g, group in enumerate(optimizer.param_groups):
         given = names[g] if g < len(names) else ()

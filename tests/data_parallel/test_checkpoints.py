@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW, Muon
 from torch.utils import _pytree as pytree
 
 import canzona_compile
+from canzona_compile import CanzonaError, chain
 from tests.data_parallel import fused
 from tests.data_parallel.models import MAKERS, Model, different_state
 from tests.data_parallel.runs import tensor_parallel
@@ -199,6 +202,48 @@ def by_hand(make: str) -> list[str]:
     for optimizer, expected in zip(run.optimizers, plain_run(make, 2 * STEPS)[1], strict=True):
         found += [f"unwrapped {p}" for p in different_state(optimizer.state_dict()["state"], expected)]
     return found
+
+
+def named(backwards: bool, others: Sequence[str] = ("embed", "head")) -> tuple[nn.Module, Any]:
+    """A model under zero1, with a chain that has its parameters by name in one order or the other."""
+    model = Model()
+    every = list(model.named_parameters())[:: -1 if backwards else 1]
+    rest = [entry for entry in every if entry[1].ndim == 1 or entry[0].split(".")[0] in others]
+    own = [entry for entry in every if not any(entry is other for other in rest)]
+    optimizer = chain(Muon(own, lr=0.02), AdamW(rest, lr=1e-3))
+    with shared_captures():
+        canzona_compile.zero1(model, optimizer, mesh=dist.group.WORLD, bucket_bytes=40_000)
+    return model, optimizer
+
+
+def by_name() -> list[str]:
+    """Load into an optimizer with the parameters in another order, and into one with another choice of them."""
+    model, optimizer = named(backwards=False)
+    train(model, optimizer, 0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    loaded, its_optimizer = named(backwards=True)
+    loaded.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    for own in ((model, optimizer), (loaded, its_optimizer)):
+        train(*own, 1)
+    pairs = zip(model.named_parameters(), loaded.parameters(), strict=True)
+    wrong = [name for (name, one), two in pairs if not torch.equal(one, two)]
+    try:
+        named(backwards=True, others=["embed"])[1].load_state_dict(saved[1])
+    except CanzonaError as error:
+        return wrong + ([] if "none where the optimizer has head.weight" in str(error) else [str(error)])
+    return [*wrong, "loaded for another choice"]
+
+
+def train(model: nn.Module, optimizer: Any, step: int) -> None:
+    params = list(model.parameters())
+    sum((p * gradient(p.shape, step, i)).sum() for i, p in enumerate(params)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_state_goes_by_names() -> None:
+    assert run(2, by_name, after=partial(alone, "muon and adamw")) == [[], []]
 
 
 Place = tuple[str, int]  # a layout, and the number of ranks

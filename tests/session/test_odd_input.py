@@ -92,11 +92,9 @@ def test_a_checkpoint_of_another_optimizer() -> None:
 
 
 def test_state_of_other_shapes_fails_as_in_the_plain_optimizer(caplog: pytest.LogCaptureFixture) -> None:
-    saved = muon(parameters([(6, 8)]))
-    feed(saved, 0)
-    saved.step()
+    """As far as users set it themselves; what is loaded is compared with the parameter."""
     for optimizer in (muon(parameters([(6, 9)])), canzona_compile.wrap(muon(parameters([(6, 9)])))):
-        optimizer.load_state_dict(saved.state_dict())
+        optimizer.state[params_of(optimizer)[0]]["momentum_buffer"] = torch.zeros(6, 8)
         feed(optimizer, 1)
         with pytest.raises(RuntimeError, match=r"tensor a \(8\) must match"):
             optimizer.step()
