@@ -113,7 +113,7 @@ def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most
     load = GridLoad(known)
     for task in tasks:
         flops, size = load.with_(task)
-        if not bins or flops > most_flops or size > most_bytes:  # drew_random back into the next group
+        if not bins or flops > most_flops or size > most_bytes:  # the task begins the next group
             bins.append([])
             load = GridLoad(known)
         bins[-1].append(task)

@@ -92,7 +92,7 @@ class Miniature:
         self._places = {id(param): i for i, param in enumerate(self.params)}
 
     def label(self, value: Any) -> str | None:
-        """Name a parameter, or the optimizer, for `contents`."""
+        """Name a parameter, or the optimizer, for a `Snapshot`."""
         if value is self.optimizer:
             return "the optimizer"
         place = self._places.get(id(value))

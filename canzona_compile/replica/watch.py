@@ -248,5 +248,5 @@ def by_form(value: Any) -> str | None:
 
 
 def is_number(found: Any) -> bool:
-    """Tell whether what `contents` found at a place is a number."""
+    """Tell whether what a `Snapshot` found at a place is a number."""
     return isinstance(found, tuple) and found[0] in ("int", "float")

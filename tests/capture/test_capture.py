@@ -359,8 +359,8 @@ def turned(b: Builder, x: fx.Node) -> fx.Node:
     return b.call("back", aten.permute.default, b.call("twice", aten.mul.Tensor, there, 2.0), [1, 0, 2])
 
 
-def drew_random(b: Builder, x: fx.Node) -> fx.Node:
-    return b.call("drew_random", aten.roll.default, x, [1], [0])
+def rolled(b: Builder, x: fx.Node) -> fx.Node:
+    return b.call("rolled", aten.roll.default, x, [1], [0])
 
 
 def summed(b: Builder, x: fx.Node) -> fx.Node:
@@ -375,7 +375,7 @@ STACKS: dict[str, tuple[Callable[[Builder, fx.Node], fx.Node], bool]] = {
     "turned and back": (turned, True),
     "sum over entries": (reduced(0), False),
     "sum over everything": (summed, False),
-    "drew_random along the entries": (drew_random, False),
+    "rolled along the entries": (rolled, False),
     "merged with rows": (flattened, False),
     "product by an operator": (operator_product, True),
     "a row per entry": (rows, True),

@@ -57,7 +57,7 @@ class StepPage:
 
 
 class Journal:
-    """Pages 0, 1, ... in a folder. StepPage 0 holds what `build` made.
+    """Pages 0, 1, ... in a folder. Page 0 holds what `build` made.
 
     Writer and readers wait for one another without a limit: `tools.processes` ends them all if one dies.
     """
