@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from canzona_compile.api.fused import parts_of
-from canzona_compile.api.survey import NO_WEIGHT, ROUTER, WEIGHT, Survey, class_name, is_linear, is_wide
+from canzona_compile.api.survey import NO_WEIGHT, WEIGHT, Survey, class_name, is_linear, is_wide
 from canzona_compile.compat.torch_private import is_flattened
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
 from canzona_compile.ir.canonical_names import canonical_name, canonical_params
@@ -208,8 +208,7 @@ def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, s
         return "other", f"{site.leaf or site.name} of {own} is not named as a weight"
     if len(shape) > 2:
         return stack(shape, "expert" in f"{site.path}.{own}".lower(), batch_dims)
-    router = ROUTER.search(site.path.rpartition(".")[2]) or "Router" in own
-    return "matrix", "hidden matrix: router" if router else "hidden matrix"
+    return "matrix", "hidden matrix: router" if survey.is_router(site, shape[0]) else "hidden matrix"
 
 
 def stack(shape: Shape, experts: bool, batch_dims: bool) -> tuple[str, str]:

@@ -91,6 +91,20 @@ class Survey:
         module = self.modules[self.sites[id(param)][0].path]
         return param.ndim > 2 and (isinstance(module, CONVOLUTIONS) or "conv" in class_name(module).lower())
 
+    def is_router(self, site: Site, outputs: int) -> bool:
+        """Tell whether a weight named as one scores experts: it has an output for each, and they are next to it.
+
+        A rank may hold a part of them.
+        """
+        path, above = site.path, [*upwards(site.path), ""]
+        if not (ROUTER.search(path.rpartition(".")[2]) or "Router" in class_name(self.modules[path])):
+            return False
+        near = {own: m for own, m in self.modules.items() if {own, own.rpartition(".")[0]} & {*above[1:3]}}
+        lists = [len(m) for own, m in near.items() if isinstance(m, nn.ModuleList) and own not in above]
+        inside = [p for m in near.values() for p in m.parameters(recurse=False)]
+        stacks = [p.shape[0] for p in inside if p.ndim > 2 and not self.is_convolution(p)]
+        return any(experts > 1 and outputs % experts == 0 for experts in (*lists, *stacks))
+
     def in_layers(self, path: str) -> bool:
         """Tell whether a module is a repeated layer or lies in one."""
         return any(above in self.layers for above in upwards(path))

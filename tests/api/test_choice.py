@@ -32,6 +32,10 @@ def matrices(model: nn.Module, **options: Any) -> set[str]:
     return {name for name, _ in hidden_matrices(model, **options).matrices}
 
 
+def routers(choice: Choice) -> set[str]:
+    return {row.name for row in choice.rows if row.why == "hidden matrix: router"}
+
+
 # -- architectures ---------------------------------------------------------------------------------
 
 
@@ -52,6 +56,9 @@ def test_architectures(name: str) -> None:
     names = [own for own, _ in model.named_parameters()]
     assert {row.name: row.kind for row in choice.rows} == truth(architecture, names)
     assert [row.name for row in choice.rows] == names
+    assert routers(choice) == {
+        name for name in names if fnmatchcase(name, "*.mlp.gate.*") or name.endswith(".router.weight")
+    }
     with torch.device("meta"):
         assert hidden_matrices(architecture.make()) == choice
 
@@ -195,6 +202,17 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         {"lora_A", "lora_B"},
     ),
 }
+
+
+def test_routers_have_an_output_per_expert() -> None:
+    """A gate of attention heads is none, as nanochat's `ve_gate`: nothing next to it has as many entries."""
+    dense = Parts(attn=Parts(ve_gate=linear(2, 12)), mlp=Parts(gate=linear(), up=linear()))
+    stack, own = Parts(up_proj=(4, 8, 8)), nn.ModuleList([Parts(gate=linear(3), up=linear()) for _ in range(3)])
+    experts = [Parts(gate=linear(4), experts=stack), Parts(router=Parts(gate=linear(3)), gate=linear(5), experts=own)]
+    part = Parts(gate=linear(4), experts=Parts(up_proj=(2, 8, 8)))  # a rank with half of the experts
+    choice = hidden_matrices(Parts(layers=nn.ModuleList([dense, *experts, part])))
+    assert routers(choice) == {"layers.1.gate.weight", "layers.2.router.gate.weight", "layers.3.gate.weight"}
+    assert "layers.0.attn.ve_gate.weight" in dict(choice.matrices)
 
 
 @pytest.mark.parametrize("case", SMALL)
