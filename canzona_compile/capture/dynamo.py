@@ -98,9 +98,12 @@ def isolation() -> dict[str, Any]:
 def undecomposed() -> contextlib.AbstractContextManager[Any]:
     """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise.
 
-    Nor does it look whether its backend is one of those that it knows, which it loads all for that.
+    Nor does it look whether its backend is one of those that it knows, which it loads all for that. What `.item()`
+    reads, as of a counter in the state, does not break the graph: that shows whether the step is elementwise.
     """
-    return set_in_dynamo(enable_dynamo_decompositions=False, invalidate_compile_context_weakrefs=False)
+    return set_in_dynamo(
+        enable_dynamo_decompositions=False, invalidate_compile_context_weakrefs=False, capture_scalar_outputs=True
+    )
 
 
 @contextlib.contextmanager

@@ -47,6 +47,14 @@ def needs_whole_matrix(template: Template) -> bool:
     return _beyond_elements[graph]
 
 
+def reads_numbers(template: Template) -> bool:
+    """Tell whether the graph of a template reads numbers of tensors, other than hyperparameters, on the host."""
+    inputs = zip(placeholders(template.graph), template.inputs, strict=True)
+    hypers = {node for node, leaf in inputs if leaf.role is Role.SCALAR}
+    reading = torch.ops.aten._local_scalar_dense.default
+    return any(node.target is reading and node.args[0] not in hypers for node in template.graph.nodes)
+
+
 # By graph, because it is asked for every parameter of a kind.
 _beyond_elements: WeakKeyDictionary[fx.Graph, bool] = WeakKeyDictionary()
 

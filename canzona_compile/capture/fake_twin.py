@@ -15,6 +15,7 @@ from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.variant import FormChange, Source, StepInputs
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
+from canzona_compile.rehearsal.diagnosis import changes_elsewhere
 from canzona_compile.replica.copies import with_own_containers
 from canzona_compile.replica.external_counters import Counts, counts_of, give_counts, step_alone
 from canzona_compile.replica.homes import NOT_COPIED, copied_attributes, hypers
@@ -75,6 +76,8 @@ class FakeTwin:
             self._first_step()
             if like.state is not None:
                 self.twin.state.update((param, blank_state(like.state)) for param in self.params)
+        if self._elsewhere:
+            raise changes_elsewhere(optimizer, self._elsewhere)
         self.first_leaves = self.leaves()
         self.structure = structure_of(self.state)
         self.paths = paths_of(self.structure)
@@ -104,7 +107,7 @@ class FakeTwin:
 
         def first() -> None:
             with NotingFunctions(self.note), compiled_calls() as calls:
-                self.counts = step_alone(self.twin)
+                self.counts, self._elsewhere = step_alone(self.twin)
             self.calls_compiled = bool(calls)
 
         self.attempt(first)

@@ -21,6 +21,8 @@ from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import OpOverload, count_function_modes, no_dispatch, pytree
 from canzona_compile.replica.raised import NoCollectives, Note, Untraceable, is_optimizer, name_of
 
+READS_NUMBERS = "its step reads a number of a tensor on the host, as .item() does"
+
 NumberList = list[Any]
 
 # Operators that read the float32 matmul precision.
@@ -159,7 +161,8 @@ class CallRecorder(NoCollectives):
             raise Untraceable(f"its step changes the shape of a tensor in place ({func})")
         result = func(*args, **kwargs)
         if not all(isinstance(value, Tensor) for value in pytree.tree_leaves(result)):
-            raise Untraceable(f"its step reads the values of tensors ({func})")
+            item = name_of(func) == "_local_scalar_dense"
+            raise Untraceable(READS_NUMBERS if item else f"its step reads the values of tensors ({func})")
         floating = all(t.is_floating_point() for t in pytree.tree_leaves((leaves, result)) if isinstance(t, Tensor))
         kinds = flat_kinds(func, args, kwargs, floating)
         numbers = tuple(place for place, number in enumerate(kinds) if number)

@@ -13,9 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from canzona_compile.capture.dispatch_recorder import DispatchRecorder
 from canzona_compile.capture.dynamo_recorder import DynamoRecorder
-from canzona_compile.capture.eager_parity import has_eager_bits
+from canzona_compile.capture.eager_parity import has_eager_bits, needs_whole_matrix, reads_numbers
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.recorder import StepRecorder
+from canzona_compile.capture.recording import READS_NUMBERS
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of
 from canzona_compile.compat.interrupts import interrupted_here, uninterrupted
@@ -242,7 +243,8 @@ class Capture:
             leaves = recorder.first_leaves
             tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
             return ParamKind(recorder, {}, tensors, recorder.counters())
-        return self.interpreted(like.spec, "; by dispatch: ".join(dict.fromkeys(reasons)))
+        told = (reason for reason in dict.fromkeys(reasons) if not reasons[-1].startswith(f"{reason};"))
+        return self.interpreted(like.spec, "; by dispatch: ".join(told))
 
     def _capture_ahead(self, key: KindKey, like: ParamExample) -> ParamKind:
         """Capture a kind in the first way that can, periodic work included.
@@ -307,6 +309,8 @@ class Capture:
             raise Untraceable(f"it creates the state {min(late)!r} later than in its first step")
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
+        if reads_numbers(template) and needs_whole_matrix(template):  # else each rank takes the step as written
+            raise Untraceable(READS_NUMBERS)
         if not has_eager_bits(self.optimizer, recorder, template, moment, self._eager_bits):
             raise Untraceable(COMPILED_BY_USERS if recorder.calls_compiled else NOT_FAITHFUL)
         kind.templates[variant] = template

@@ -7,18 +7,23 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
+from canzona_compile.eager.own_object import Maker, OwnObject
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.rehearsal.trial import RehearsedSteps
 from canzona_compile.replica.homes import copied_attributes, hypers
-from canzona_compile.replica.raised import blamed, first_line
-from canzona_compile.replica.snapshot import changed
+from canzona_compile.replica.outside import Outside
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.raised import NoCollectives, blamed, first_line
+from canzona_compile.replica.snapshot import changed, known_parameters
+from canzona_compile.replica.twin import as_written
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
 TOGETHER = (
@@ -70,22 +75,44 @@ def broken(line: int | str) -> str:
 def object_per_matrix(optimizer: Optimizer) -> str:
     """Say what to write so that each matrix has an optimizer object of its own, with the arguments that can be found.
 
-    They are found by name among the values of the first group. The user knows what else the constructor needs.
+    They are found by name among the values of the first group. The line is tried; if it fails, this says how, and the
+    user knows what else the constructor needs.
     """
     kind = plain_class(optimizer)
     groups = optimizer.param_groups
     values = {**vars(optimizer).get("defaults", {}), **(hypers(groups[0]) if groups else {})}
     arguments = list(inspect.signature(kind.__init__).parameters.values())[2:]
-    given = [
-        f"{a.name}={values[a.name]!r}"
+    given = {
+        a.name: values[a.name]
         for a in arguments
         if a.name in values and is_written(values[a.name], None if a.name == "lr" else a.default)
-    ]
-    made = ", ".join(["params", *given])
-    return (
-        "if each matrix is updated by itself, give each an optimizer object of its own: "
-        f"wrap(optimizer, one_per_matrix=lambda params: {kind.__name__}({made}))"
-    )
+    }
+    made = f"{kind.__name__}({', '.join(['params', *(f'{name}={value!r}' for name, value in given.items())])})"
+    says = "if each matrix is updated by itself, give each an optimizer object of its own"
+    if problem := problem_of_objects(optimizer, lambda params: kind(params, **given)):
+        return (
+            f"{says} by one_per_matrix=, a function that makes one of a list of one parameter, ready to step; "
+            f"{made} alone fails: {problem}"
+        )
+    return f"{says}: wrap(optimizer, one_per_matrix=lambda params: {made})"
+
+
+def problem_of_objects(optimizer: Optimizer, make: Maker) -> str:
+    """Try an object of its own for the smallest parameter of each group; say how that fails, or nothing."""
+    for group in optimizer.param_groups:
+        like = min(group["params"], key=Tensor.numel, default=None)
+        if like is None or like.is_meta:
+            continue
+        spec = ParameterSpec.of(like)
+        grad = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+        try:
+            with Outside(optimizer), as_written(), NoCollectives():
+                own = OwnObject(make, "", spec, optimizer, group)
+                own.step(own.param.detach(), grad.to(spec.device, spec.grad_dtype))
+        except Exception as error:  # whatever the user's code raises
+            cause = error.__cause__ or error
+            return f"{first_line(cause)}{blamed(cause)}"
+    return ""
 
 
 def is_written(value: Any, default: Any) -> bool:
@@ -109,21 +136,21 @@ def refusal(
         dependent: the places that other gradients of other parameters changed.
     """
     kind = whole.kind
+    known = known_parameters(whole.first)
+    if kept := [place for place in known_parameters((whole.after or [{}])[-1]) if place not in known]:
+        return changes_elsewhere(optimizer, kept)
+    by = f" (it knows parameters by {some(known)})" if known else ""
     if parts.error is not None and whole.error is None:
         return UnsupportedOptimizer(
             f"{kind} updates parameters together: its step fails for one without the others"
-            f"{tensors_kept(optimizer)}: {first_line(parts.error)}{blamed(parts.error)}",
-            hint=f"{broken(3)}; {object_per_matrix(optimizer)}",
+            f"{tensors_kept(optimizer)}{by}: {first_line(parts.error)}{blamed(parts.error)}",
+            hint=f"{broken('2 or 3')}; {TOGETHER}; {object_per_matrix(optimizer)}",
         )
     places = differing_places(whole, parts)
     at = where(places, scenario, names)
     beside = [p for p in places if p.startswith(("self.", "param_groups"))]
     if beside and not any(p.startswith(("parameter", "the state")) for p in places):
-        return UnsupportedOptimizer(
-            f"{kind} updates parameters together: its step changes {some(beside)}, outside of self.state[param]",
-            hint=f"{broken(4)}: keep statistics in self.state[param], as elsewhere only plain numbers may change; "
-            f"{TOGETHER}; {object_per_matrix(optimizer)}",
-        )
+        return changes_elsewhere(optimizer, beside, "updates parameters together: its step")
     if own := sorted({found[1] for p in places if (found := re.match(r"the attributes of parameter \d+\['(\w+)'", p))}):
         return UnsupportedOptimizer(
             f"{kind}.step changes attributes of its parameter: {some(own)}",
@@ -141,7 +168,17 @@ def refusal(
         return drawing(optimizer, whole)
     on = "the values of others" if dependent else "which others there are"
     return UnsupportedOptimizer(
-        f"{kind} updates parameters together: the update of one depends on {on}{written}", at=at, hint=hint
+        f"{kind} updates parameters together: the update of one depends on {on}{by}{written}", at=at, hint=hint
+    )
+
+
+def changes_elsewhere(optimizer: Optimizer, places: Sequence[str], does: str = "") -> UnsupportedOptimizer:
+    """Make the error for a step that changes something which is neither in the state of a parameter nor a number."""
+    kind, together = plain_class(optimizer).__name__, f"{TOGETHER}; " if does else ""
+    return UnsupportedOptimizer(
+        f"{kind}{f' {does}' if does else '.step'} changes {some(places)}, outside of self.state[param]",
+        hint=f"{broken(4)}: keep statistics in self.state[param], as elsewhere only plain numbers may change; "
+        f"{together}{object_per_matrix(optimizer)}",
     )
 
 

@@ -238,7 +238,9 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     if found.outside:
         raise UnsupportedOptimizer(
             f"{kind}.step changes {some(found.outside)}, outside of the optimizer",
-            hint="keep per-parameter data in self.state[param], and counters in attributes of the optimizer",
+            hint="keep per-parameter data in self.state[param], and counters in attributes of the optimizer; or, if "
+            "the change is alike for all parameters, as where a function is compiled when it is first called, and "
+            f"{object_per_matrix(optimizer)}",
         )
     if places := texts_written(found):
         raise UnsupportedOptimizer(

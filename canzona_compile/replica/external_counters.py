@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.copies import with_own_containers
-from canzona_compile.replica.homes import hypers, odd_state
+from canzona_compile.replica.homes import hypers, odd_state, own_attributes
 from canzona_compile.replica.leaves import state_leaves
+from canzona_compile.replica.snapshot import Snapshot, known_parameters, parameter_label
 from canzona_compile.replica.twin import as_written, step_plainly
 
 Home = Literal["group", "self", "state"]
@@ -42,8 +41,8 @@ class Counter(NamedTuple):
 Counts = dict[Counter, Any]
 
 
-def step_alone(twin: Optimizer) -> Counts:
-    """Run a twin's step and find what it counted outside of the state of its parameters."""
+def step_alone(twin: Optimizer) -> tuple[Counts, list[str]]:
+    """Run a twin's step; what it counted outside of the state of its parameters, and all else that it changed there."""
     vars(twin).update(with_own_containers(vars(twin)))
     before = surroundings(twin)
     with as_written():
@@ -51,12 +50,13 @@ def step_alone(twin: Optimizer) -> Counts:
     after = surroundings(twin)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     numbers = counts_of(twin)
-    if others := [name for name in changed if name not in numbers]:
-        raise UnsupportedOptimizer(
-            f"{plain_class(twin).__name__}.step changes {' and '.join(map(str, others))}, outside of self.state[param]",
-            hint="keep statistics in self.state[param]; elsewhere only plain numbers may change",
-        )
-    return {name: numbers[name] for name in changed}
+    walk = Snapshot(parameter_label([p for group in twin.param_groups for p in group["params"]]), bits=False)
+    for name, value in own_attributes(twin).items():
+        walk.add(f"self.{name}", value)
+    kept = known_parameters(walk.found)  # the twin's parameters are new, so nothing else knew them
+    holders = tuple(place.partition("[")[0] for place in kept)
+    others = [str(name) for name in changed if name not in numbers and not str(name).startswith(holders)]
+    return {name: numbers[name] for name in changed if name in numbers}, kept + others
 
 
 def surroundings(twin: Optimizer) -> dict[Counter, Any]:

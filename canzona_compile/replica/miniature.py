@@ -24,6 +24,7 @@ from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf
 from canzona_compile.replica.copies import Copies, copy_closures
 from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
+from canzona_compile.replica.snapshot import parameter_label
 from canzona_compile.tensors import MARKS, local_part
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
@@ -89,14 +90,11 @@ class Miniature:
             if own_state := optimizer.state.get(param):
                 state[small_of[id(param)]] = small_state(own_state, sizes, copies)
         self.kept, self.calls = copies.kept, copies.calls
-        self._places = {id(param): i for i, param in enumerate(self.params)}
+        self._label = parameter_label(self.params)
 
     def label(self, value: Any) -> str | None:
-        """Name a parameter, or the optimizer, for a `Snapshot`."""
-        if value is self.optimizer:
-            return "the optimizer"
-        place = self._places.get(id(value))
-        return None if place is None else f"parameter {place}"
+        """Name a parameter or its id, or the optimizer, for a `Snapshot`."""
+        return "the optimizer" if value is self.optimizer else self._label(value)
 
 
 def may_lead_to_tensors(value: Any) -> bool:

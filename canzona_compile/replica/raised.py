@@ -249,12 +249,15 @@ def note_rank(rank: int, error: Exception) -> None:
 
 
 def blamed(error: BaseException) -> str:
-    """Return the last line of the optimizer's code that led to `error`, as "; file.py, line 12: code", or ""."""
+    """Return the last line of the optimizer's code that led to `error`, as "; file.py, line 12: code", or "".
+
+    Autocast, which gives products other dtypes than the code expects, is named as well.
+    """
     frames = [frame for frame in frames_behind(error) if is_optimizer(Path(frame.filename))]
-    if not frames:
-        return ""
-    last = frames[-1]
-    return f"; {Path(last.filename).name}, line {last.lineno}: {(last.line or '').strip()}"
+    last = [f"; {Path(own.filename).name}, line {own.lineno}: {(own.line or '').strip()}" for own in frames[-1:]]
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        last.append(" (inside of torch.autocast, which computes products in another dtype: step outside of it)")
+    return "".join(last)
 
 
 def frames_behind(error: BaseException) -> Iterator[traceback.FrameSummary]:

@@ -14,7 +14,7 @@ import re
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -280,6 +280,24 @@ def cut_off(file: Any, end: int) -> None:
         if file.tell() != end:
             file.seek(end)
             file.truncate()
+
+
+def parameter_label(params: Sequence[Tensor]) -> Label:
+    """Label parameters and their ids, for `known_parameters`."""
+    names = {id(param): f"parameter {i}" for i, param in enumerate(params)}
+    return lambda value: names.get(value if type(value) is int else id(value))
+
+
+def known_parameters(found: Contents) -> list[str]:
+    """The attributes of an optimizer by which it knows parameters: `self.memo[parameter]`, or `self.chosen`."""
+    places = dict[str, None]()
+    for place, value in found.items():
+        named = [value, *(value[1] if isinstance(value, tuple) and isinstance(value[-1], frozenset) else ())]
+        if key := re.match(r"(self\.(?!state\b)[\w.]+\[)'parameter \d+'\]", place):
+            places[f"{key[1]}parameter]"] = None
+        elif re.fullmatch(r"self\.\w+(\[\d+\])?", place) and any(str(one).startswith("parameter ") for one in named):
+            places[place.partition("[")[0]] = None
+    return list(places)
 
 
 def changed(before: Contents, after: Contents) -> list[str]:

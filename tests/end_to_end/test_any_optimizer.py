@@ -203,6 +203,21 @@ def test_what_dynamo_cannot_trace_is_captured_by_dispatch_and_says_why(kind: typ
         assert reason in row.why
 
 
+def test_counters_that_are_tensors_leave_elementwise_steps_on_their_rank() -> None:
+    pair = Pair(toys.CountingElementwise, ((6, 4), (7,)))
+    pair.step()
+    pair.step(1)
+    pair.steps(3)
+    assert (pair.report.tasks, pair.report.fallbacks) == ((), {})
+
+
+def test_counters_that_are_tensors_are_named_where_steps_need_whole_matrices() -> None:
+    pair = Pair(toys.CountingInATensor)
+    pair.steps(3)
+    reason = "its step reads a number of a tensor on the host, as .item() does; counting-in-a-tensor.py, line "
+    assert [why.startswith(reason) for why in pair.report.fallbacks.values()] == [True, True]
+
+
 def test_interpreted_tasks_keep_their_state_in_copies_and_checkpoints() -> None:
     pair = Pair(toys.ObjectKeeping)
     pair.steps(2)
@@ -224,6 +239,8 @@ def test_interpreted_tasks_keep_their_state_in_copies_and_checkpoints() -> None:
         (toys.CountingPerParameter, "updates parameters together"),
         (toys.CountingInAList, "changes self.norms[0]"),
         (toys.AveragingOnItself, "changes self.average"),
+        (toys.MemoByParameter, "MemoByParameter.step changes self.memo[parameter], outside of self.state[param]"),
+        (toys.ChosenInASet, "depends on which others there are (it knows parameters by self.chosen)"),
     ],
 )
 def test_what_breaks_the_contract_is_refused_with_the_line(kind: type[Optimizer], why: str) -> None:
@@ -233,6 +250,24 @@ def test_what_breaks_the_contract_is_refused_with_the_line(kind: type[Optimizer]
         wrapped.step()
     assert why in str(caught.value)
     assert re.search(r"this breaks line \d( or \d)? of the contract", str(caught.value))
+
+
+@pytest.mark.parametrize("shapes", [((20, 12), (12, 20)), ((20, 12), (12, 20), (16, 16), (8, 10))])
+def test_objects_by_parameter_are_refused_whether_small_parameters_show_them_or_not(shapes: Any) -> None:
+    wrapped = canzona_compile.wrap(toys.HelperById(parameters(shapes)))
+    feed(wrapped, 0)
+    with pytest.raises(UnsupportedOptimizer, match=r"step changes self\.helpers\[parameter\], outside") as caught:
+        wrapped.step()
+    assert "line 4 of the contract" in str(caught.value)
+    assert "wrap(optimizer, one_per_matrix=lambda params: HelperById(params))" in str(caught.value)
+
+
+def test_what_fails_in_autocast_says_so() -> None:
+    wrapped = canzona_compile.wrap(toys.AveragingProducts(parameters()))
+    feed(wrapped, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UnsupportedOptimizer, match=r"torch\.autocast"):
+        wrapped.step()
+    wrapped.step()
 
 
 def test_caches_of_an_optimizer_are_no_counters() -> None:

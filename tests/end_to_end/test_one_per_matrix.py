@@ -361,6 +361,74 @@ def test_the_refusal_prints_the_line_to_write() -> None:
     optimizer.step()
 
 
+class ByName(ByAddress):
+    """Its constructor takes names as well, as that of modded-nanogpt's optimizer."""
+
+    def __init__(self, named: Iterable[tuple[str, Any]], lr: float = 0.1) -> None:
+        self.names = {name: len(param) for name, param in named}
+        super().__init__([param for _, param in named], lr)
+
+
+class InTrainMode(PerParameter):
+    """In the manner of GPA's AdamW: the first parameter has the mode of all, which a call sets."""
+
+    def train(self) -> None:
+        self.state[params_of(self)[0]]["train"] = torch.tensor(True)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if "train" not in self.state[params_of(self)[0]]:
+            raise RuntimeError("not in train mode")
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(grad, alpha=-group["lr"])
+
+
+def refusal_of(optimizer: Any) -> str:
+    canzona_compile.wrap(optimizer)
+    feed(optimizer, 0)
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_line_that_fails_is_not_printed() -> None:
+    says = refusal_of(ByName([(str(i), param) for i, param in enumerate(parameters(SHAPES))], lr=0.03))
+    assert "ByName(params, lr=0.03) alone fails: ValueError: too many values to unpack" in says
+    modal = InTrainMode(parameters(SHAPES))
+    modal.train()
+    says += refusal_of(modal)
+    assert "leave it out of `wrap`" in says
+    assert "InTrainMode(params, lr=0.1) alone fails: RuntimeError: not in train mode" in says
+    assert "wrap(optimizer, one_per_matrix=" not in says
+
+
+def compiled_late(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """In the manner of HeavyBall, which calls torch.compile when a function is first called."""
+    compiled = None
+
+    def call(value: Tensor) -> Tensor:
+        nonlocal compiled
+        compiled = compiled or function
+        return compiled(value)
+
+    return call
+
+
+doubled = compiled_late(lambda value: value * 2)
+
+
+class CompilingLate(PerParameter):
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(doubled(grad), alpha=-group["lr"])
+
+
+def test_a_function_that_is_compiled_late_is_named_with_the_line() -> None:
+    says = refusal_of(CompilingLate(parameters(SHAPES)))
+    assert "changes compiled, which call closes over" in says
+    assert "wrap(optimizer, one_per_matrix=lambda params: CompilingLate(params, lr=0.1))" in says
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -15,6 +15,13 @@ Keeping = toy("keeping")("""
     state["last"] = grad.T
 """)
 Counting = toy("counting", scale='1 / state["step"]', param='state["step"] = state.get("step", 0) + 1')()
+# The count is a tensor whose number each step reads, as in timm's optimizers and older ones of torch.
+COUNT = {
+    "param": 'if not state:\n    state["step"] = torch.tensor(0.0)\nstate["step"] += 1',
+    "scale": '1 / (1 - 0.9 ** state["step"].item())',
+}
+CountingInATensor = toy("counting-in-a-tensor", **COUNT)()
+CountingElementwise = toy("counting-elementwise", update="grad * 1.0", **COUNT)()
 # Every third step does more, as SOAP and Shampoo do.
 Refreshing = toy("refreshing")("""
     if not state:
@@ -181,6 +188,30 @@ RootOfNorm = toy("root-of-norm", update="grad / grad.square().sum().sqrt()")()  
 # -- what is beside parameters ---------------------------------------------------------------------
 
 # A record on the host, so that it can only be found by running it.
+MemoByParameter = toy("memo-by-parameter", begin="self.memo = {}", param='self.memo.setdefault(param, ("ij", "j"))')()
+ChosenInASet = toy("chosen-in-a-set", begin="self.chosen = {*params[:1]}")("""
+    param.sub_((cube(grad) if param in self.chosen else grad.sign()) * group["lr"])
+""")
+# An object for each parameter that is large enough, which those of a rehearsal may not be.
+HelperById = toy(
+    "helper-by-id",
+    begin="self.helpers = {}",
+    outside="""
+    class Helper:
+        def __init__(self, size):
+            self.basis = torch.eye(size)
+""",
+)("""
+    if min(grad.shape) >= 8:
+        if id(param) not in self.helpers:
+            self.helpers[id(param)] = Helper(len(grad))
+        grad = self.helpers[id(param)].basis @ grad
+    param.add_(grad, alpha=-group["lr"])
+""")
+AveragingProducts = toy("averaging-products")("""
+    state.setdefault("left", torch.eye(len(grad))).lerp_(grad @ grad.T, 0.1)
+    param.add_(grad, alpha=-group["lr"])
+""")
 CountingInAList = toy("counting-in-a-list", begin="self.norms = []", param="self.norms.append(grad.norm().item())")()
 AveragingOnItself = toy(
     "averaging-on-itself", begin="self.average = torch.zeros(())", param="self.average.lerp_(grad.mean(), 0.1)"
