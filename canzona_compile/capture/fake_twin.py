@@ -17,7 +17,7 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.rehearsal.diagnosis import changes_elsewhere
 from canzona_compile.replica.copies import with_own_containers
-from canzona_compile.replica.external_counters import Counts, counts_of, give_counts, step_alone
+from canzona_compile.replica.external_counters import Counts, changed_places, counts_of, give_counts, step_alone
 from canzona_compile.replica.homes import NOT_COPIED, copied_attributes, hypers
 from canzona_compile.replica.leaves import paths_of, python_leaves, read, state_leaves, structure_of, write
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
@@ -76,8 +76,8 @@ class FakeTwin:
             self._first_step()
             if like.state is not None:
                 self.twin.state.update((param, blank_state(like.state)) for param in self.params)
-        if self._elsewhere:
-            raise changes_elsewhere(optimizer, self._elsewhere)
+        if places := changed_places(self.twin, self._others):
+            raise changes_elsewhere(optimizer, places)
         self.first_leaves = self.leaves()
         self.structure = structure_of(self.state)
         self.paths = paths_of(self.structure)
@@ -107,7 +107,7 @@ class FakeTwin:
 
         def first() -> None:
             with NotingFunctions(self.note), compiled_calls() as calls:
-                self.counts, self._elsewhere = step_alone(self.twin)
+                self.counts, self._others = step_alone(self.twin)
             self.calls_compiled = bool(calls)
 
         self.attempt(first)

@@ -16,9 +16,10 @@ from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import Maker, OwnObject
 from canzona_compile.errors import UnsupportedOptimizer, some
-from canzona_compile.rehearsal.scenario import Scenario
+from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.trial import RehearsedSteps
 from canzona_compile.replica.homes import copied_attributes, hypers
+from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import NoCollectives, blamed, first_line
@@ -98,17 +99,24 @@ def object_per_matrix(optimizer: Optimizer) -> str:
 
 
 def problem_of_objects(optimizer: Optimizer, make: Maker) -> str:
-    """Try an object of its own for the smallest parameter of each group; say how that fails, or nothing."""
-    for group in optimizer.param_groups:
-        like = min(group["params"], key=Tensor.numel, default=None)
-        if like is None or like.is_meta:
-            continue
-        spec = ParameterSpec.of(like)
-        grad = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    """Try an object of its own for a small parameter of each group; say how that fails, or nothing.
+
+    Its hyperparameters are those of a miniature, as those of the optimizer may lead to parameters.
+    """
+    groups = optimizer.param_groups
+    cast = zip(groups, scenarios([len(group["params"]) for group in groups])[0].chosen, strict=True)
+    chosen = [sorted(own, key=lambda i: group["params"][i].numel())[:1] for group, own in cast]
+    small = Miniature(optimizer, chosen)
+    like = [group["params"][i] for group, own in zip(groups, chosen, strict=True) for i in own]
+    for real, group in zip(like, (g for g in small.optimizer.param_groups if g["params"]), strict=True):
+        if real.is_meta:  # nothing can be tried without values
+            return ""
+        spec, generator = ParameterSpec.of(real), torch.Generator().manual_seed(0)
+        grad = torch.randn(spec.shape, generator=generator, device="cpu").to(spec.device, spec.grad_dtype)
         try:
             with Outside(optimizer), as_written(), NoCollectives():
-                own = OwnObject(make, "", spec, optimizer, group)
-                own.step(own.param.detach(), grad.to(spec.device, spec.grad_dtype))
+                own_object = OwnObject(make, "", spec, small.optimizer, group)
+                own_object.step(own_object.param.detach(), grad)
         except Exception as error:  # whatever the user's code raises
             cause = error.__cause__ or error
             return f"{first_line(cause)}{blamed(cause)}"

@@ -7,7 +7,7 @@ step too, and its counts are copied. Everything else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -50,13 +50,17 @@ def step_alone(twin: Optimizer) -> tuple[Counts, list[str]]:
     after = surroundings(twin)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     numbers = counts_of(twin)
+    others = [str(name) for name in changed if name not in numbers]
+    return {name: numbers[name] for name in changed if name in numbers}, others
+
+
+def changed_places(twin: Optimizer, others: Sequence[str]) -> list[str]:
+    """Where a twin's step has kept something by parameter, and what else it has changed, see `step_alone`."""
     walk = Snapshot(parameter_label([p for group in twin.param_groups for p in group["params"]]), bits=False)
-    for name, value in own_attributes(twin).items():
-        walk.add(f"self.{name}", value)
+    walk.add_home("self", own_attributes(twin))
     kept = known_parameters(walk.found)  # the twin's parameters are new, so nothing else knew them
     holders = tuple(place.partition("[")[0] for place in kept)
-    others = [str(name) for name in changed if name not in numbers and not str(name).startswith(holders)]
-    return {name: numbers[name] for name in changed if name in numbers}, kept + others
+    return kept + [place for place in others if not place.startswith(holders)]
 
 
 def surroundings(twin: Optimizer) -> dict[Counter, Any]:
