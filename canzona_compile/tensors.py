@@ -29,6 +29,11 @@ def inner_tensors(tensor: Tensor) -> list[str]:
     return names
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of all elements in order, uint8 [n]. A contiguous tensor of one element may have any stride."""
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def memory_of(*values: Any) -> set[StorageWeakRef]:
     """Name the memory of tensors on this rank, without keeping it. Views of one tensor have the same.
 

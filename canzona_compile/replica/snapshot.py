@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from canzona_compile.tensors import inner_tensors, local_part
+from canzona_compile.tensors import bytes_of, inner_tensors, local_part
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
 CACHED = type(functools.lru_cache(len))  # functools has no public name for it
@@ -270,8 +270,7 @@ def bits_of(tensor: Tensor) -> tuple[Any, ...]:
         return type(tensor).__name__, *(bits_of(getattr(tensor, name)) for name in inner)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_complex():
         return type(tensor).__name__, tuple(tensor.shape), tensor.dtype
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, flat.view(torch.uint8).numpy().tobytes()
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, bytes_of(tensor.cpu()).numpy().tobytes()
 
 
 def cut_off(file: Any, end: int) -> None:

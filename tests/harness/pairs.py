@@ -18,6 +18,7 @@ from torch.optim import Muon, Optimizer
 from torch.utils import _pytree as pytree
 
 import canzona_compile
+from canzona_compile.tensors import bytes_of
 from tests.harness.layouts import ALONE, Case, Laid, full, local, replicate_of
 from tests.harness.optimizers import SHARED, Shared, share_captures
 from tests.harness.ranks import collectives
@@ -81,7 +82,7 @@ def same_bits(a: Any, b: Any) -> bool:
         return type(a) is type(b) and bool(a == b)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 def same(found: Any, whole: Any, laid: Laid | None = None, place: int | None = None) -> bool:

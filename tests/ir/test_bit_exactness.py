@@ -23,6 +23,7 @@ from canzona_compile.ir.bit_exactness import (
 )
 from canzona_compile.lowering.batch_graph import FOREACH
 from canzona_compile.machine.hardware import Machine
+from canzona_compile.tensors import bytes_of
 from tests.harness.marks import crossed
 from tests.harness.samples import CPU, Builder
 
@@ -176,7 +177,7 @@ def same(a: Tensor, b: Tensor, signed_zeros: bool = True) -> bool:
     a, b = a.masked_fill(nan, 0.0), b.masked_fill(nan, 0.0)
     if not signed_zeros:
         return torch.equal(a, b)
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 SIZES = [(1, 1), (1, 33), (47, 1), (6, 5), (17, 31), (16, 64), (40, 23), (64, 64), (13, 130), (70, 9)]

@@ -136,6 +136,18 @@ def test_gradients_that_the_step_drops_are_gone() -> None:
         assert different(*pair.both) == []
 
 
+# Keeps every fifth element: one of the second parameter, which counts as contiguous although its stride is not 1.
+Sampling = toy(
+    "sampling", param="state.setdefault('some', param.detach().clone().ravel()[::5]).lerp_(grad.ravel()[::5], 0.1)"
+)()
+
+
+def test_state_of_one_element_with_another_stride() -> None:
+    pair = Pair(Sampling, shapes=((6, 4), (5, 1)))
+    pair.steps(3)
+    assert all(pair.wrapped.state.values())
+
+
 def test_names_cannot_steer_a_terminal() -> None:
     param = nn.Parameter(torch.randn(4, 4))
     optimizer: Any = canzona_compile.wrap(Muon([("weight\x1b[31m\n", param)]))

@@ -78,6 +78,7 @@ def test_distances() -> None:
     assert distance(one, one * INF).relative is None
     assert distance(torch.tensor([1 + 1j]), torch.tensor([1 + 2j])).relative == 0.5
     assert distance(one, torch.ones(4)).remark == "float32 [3], expected float32 [4]"
+    assert distance(one.as_strided((1,), (2,)), one.double().float()[:1]).equal  # one element, whatever its stride
     assert distance(one, one.double()).remark == "float32 [3], expected float64 [3]"
     assert distance(one.t_().expand(2, 3), torch.ones(2, 3)).equal
     assert distance(torch.empty(0, 4), torch.empty(0, 4)).equal

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from canzona_compile.tensors import bytes_of
+
 MOST = 2**63 - 1  # the largest distance that is told apart
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -67,8 +69,8 @@ def between(found: Tensor, expected: Tensor) -> Distance:
         return unlike(f"{brief(found)}, expected {brief(expected)}")
     if found.is_complex():
         return between(torch.view_as_real(found), torch.view_as_real(expected))
-    found, expected = (t.detach().reshape(-1).contiguous() for t in (found, expected))
-    if torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+    found, expected = found.detach(), expected.detach()
+    if torch.equal(bytes_of(found), bytes_of(expected)):
         return EQUAL
     steps = ulps(found, expected)
     if not steps.any():
