@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -253,7 +254,7 @@ class ProgramWriter(ProgramBuilder):
         before = self.call(program_ops.set_matmul_precision, precision) if precision else None
         if batch.stacked and placed.stacked is not None:
             whole = placed.stacked.graph
-            out = self.module(f"{placed.name}_compute_stacked", lambda: whole, lookup)
+            out = self.module(f"{placed.name}_compute_stacked", lambda: copy.deepcopy(whole), lookup)
         else:  # the tasks run one after the other, so intermediate values of only one exist at a time
             out = self.loop(f"{placed.name}_compute", placed.compute, lookup)
         if before is not None:

@@ -139,12 +139,9 @@ def root(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def any_strides(graph: fx.Graph) -> None:
-    """Replace `view` by `reshape`, which copies where a view is impossible, in a graph whose strides have changed.
-
-    A rewrite does not change the strides of placeholders.
-    """
+    """Replace `view` by `reshape`, which copies where a view is impossible, as in a weight in channels_last."""
     for node in graph.nodes:
-        if node.target is aten.view.default and node.args[0].op != "placeholder":
+        if node.target is aten.view.default:
             node.target = aten.reshape.default
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.analysis.linear_algebra import any_strides
 from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.program import (
     Bytes,
@@ -132,9 +133,11 @@ class ProgramBuilder:
     ) -> tuple[str, list[fx.Node]]:
         name = name.replace("@", "_on_").replace("+", "_")
         if not hasattr(self.root, name):
+            graph = build()
+            any_strides(graph)  # it was captured on contiguous tensors, and fragments may be others
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.root.add_module(name, fx.GraphModule(torch.nn.Module(), build(), class_name=name))
+                self.root.add_module(name, fx.GraphModule(torch.nn.Module(), graph, class_name=name))
         own = self.root.get_submodule(name)
         assert isinstance(own, fx.GraphModule)
         return name, [lookup(str(n.target)) for n in own.graph.nodes if n.op == "placeholder"]

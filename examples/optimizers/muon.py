@@ -5,12 +5,15 @@ Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 20
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+STEP = inspect.unwrap(torch.optim.Muon.step)  # without the hooks, which the step around it has
 
 
 class Muon(torch.optim.Muon):
@@ -23,7 +26,7 @@ class Muon(torch.optim.Muon):
     group with `"matrix_dims": 4`: that many dims make up one matrix, and those before count matrices.
 
     Args:
-        params: parameters of two dims or more, contiguous where more than two make up a matrix.
+        params: parameters of two dims or more, in any memory format: matrices are flattened by index.
         options: the other arguments of `torch.optim.Muon`: `lr`, `weight_decay`, `momentum`, `nesterov`,
             `ns_coefficients`, `eps`, `ns_steps`, `adjust_lr_fn`.
 
@@ -49,6 +52,24 @@ class Muon(torch.optim.Muon):
                 self.param_groups.pop()
                 raise ValueError(f"Muon takes matrices and stacks of matrices, not shape {list(param.shape)}")
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient; returns the loss of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # No view flattens a convolution in channels_last by index, so a contiguous copy of it is stepped.
+        groups = [group for group in self.param_groups if group.get("matrix_dims", self.matrix_dims) > 2]
+        params = [p for group in groups for p in group["params"] if not p.is_contiguous()]
+        memory = [param.data for param in params]
+        for param in params:
+            param.data = param.data.contiguous()
+        STEP(self)
+        for param, own in zip(params, memory, strict=True):
+            param.data = own.copy_(param)
+        return loss
+
     def _init_group(
         self, group: Any, params_with_grad: list[Tensor], grads: list[Tensor], muon_momentum_bufs: list[Tensor]
     ) -> bool:
@@ -59,6 +80,8 @@ class Muon(torch.optim.Muon):
         found: bool = super()._init_group(group, params, stacks, buffers)
         dims = group.get("matrix_dims", self.matrix_dims)
         for param, grad, buffer in zip(params, stacks, buffers, strict=True):
+            if dims > 2:
+                self.state[param]["momentum_buffer"] = buffer = buffer.contiguous()
             params_with_grad.extend(matrices(param, dims))
             grads.extend(matrices(grad, dims))
             muon_momentum_bufs.extend(matrices(buffer, dims))
@@ -66,9 +89,9 @@ class Muon(torch.optim.Muon):
 
 
 def matrices(stack: Tensor, dims: int) -> Iterator[Tensor]:
-    """The matrices of a stack, as views of it; the last `dims` of its dims make up one matrix."""
+    """The matrices of a stack, as views of it if it is contiguous; the last `dims` of its dims make up one matrix."""
     if stack.ndim > dims:
         for part in stack.unbind():
             yield from matrices(part, dims)
     else:
-        yield stack if stack.ndim == 2 else stack.view(len(stack), -1)
+        yield stack if stack.ndim == 2 else stack.reshape(len(stack), -1)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import canzona_compile
 from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import also, first
 from tests.harness.optimizers import orthogonal
-from tests.harness.pairs import Pair
+from tests.harness.pairs import Pair, different, feed, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, State
 
@@ -59,3 +60,27 @@ def train(kind: str, case: Case) -> None:
 @pytest.mark.parametrize("layout", ["stack_dim0", *also(["stack_dim1"]), "ddp", *also(["replicated"])])
 def test_convolutions(kind: str, layout: str) -> None:
     run(2, train, kind, Case(layout, (2,)), after=partial(train, kind, ALONE))
+
+
+class DirectMuon(PerParameter):
+    """Flattens the gradient and the weight themselves, and no momentum that was made for them."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        matrix = (grad + 0.1 * param).flatten(1)
+        update = orthogonal(matrix.unsqueeze(0)).squeeze(0).to(param.dtype)
+        param.add_(update.view(param.shape), alpha=-group["lr"])
+
+
+def test_weights_in_channels_last_are_flattened_by_index() -> None:
+    plain, own = (
+        DirectMuon([nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in parameters(SHAPES[:3])])
+        for _ in range(2)
+    )
+    canzona_compile.wrap(own)
+    for step in range(3):
+        for optimizer in (plain, own):
+            feed(optimizer, step)
+            for param in params_of(optimizer):
+                param.grad = param.grad.to(memory_format=torch.channels_last)  # type: ignore[union-attr]
+            optimizer.step()
+        assert different(plain, own) == []

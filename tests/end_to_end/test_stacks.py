@@ -80,22 +80,27 @@ def test_vectors_and_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.ranks
-def test_convolutions_are_one_matrix() -> None:
-    do_alone(partial(convolutions))
-    run(2, convolutions, after=partial(convolutions))
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_are_one_matrix(form: torch.memory_format) -> None:
+    do_alone(partial(convolutions, form))
+    run(2, convolutions, form, after=partial(convolutions, form))
 
 
-def convolutions() -> None:
-    """That `matrices=` names: [outputs, all else], as torch's Muon steps the flattened weight."""
+def convolutions(form: torch.memory_format) -> None:
+    """That `matrices=` names: [outputs, all else], as torch's Muon steps the flattened weight, wherever that lies."""
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 16), nn.Linear(16, 4))
+        made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 16), nn.Linear(16, 4))
+        return made.to(memory_format=form)
 
     plain, own = model(), model()
-    if dist.is_initialized():
+    replicate = None
+    if dist.is_initialized() and form is torch.contiguous_format:  # FSDP2 takes no other
         fully_shard(own, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
-    optimizer = muon_adamw(own, 0.02, matrices="0.weight", others="2.weight")
+    elif dist.is_initialized():
+        replicate = dist.group.WORLD
+    optimizer = muon_adamw(own, 0.02, matrices="0.weight", others="2.weight", replicate=replicate)
     flat = nn.Parameter(plain[0].weight.detach().flatten(1).clone())
     muon = torch.optim.Muon([flat], 0.02, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
@@ -106,9 +111,10 @@ def convolutions() -> None:
                 flat.grad = grad.flatten(1)
             if isinstance(param, DTensor):
                 grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-            param.grad = grad
+            param.grad = grad.to(memory_format=form) if param.ndim == 4 else grad
         optimizer.step()
         muon.step()
+    assert own[0].weight.is_contiguous(memory_format=form)
     assert torch.equal(gathered(own[0].weight).flatten(1), flat.detach())
 
 
