@@ -9,13 +9,58 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 MARKS = (int, float, str, type(None))  # classes of attributes of parameters that plans know
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """The fragment that this rank holds, without a copy and without autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return unwrapped(tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach())
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The one tensor that a class with an all-gather of its own for FSDP2 works on; any other tensor as it is.
+
+    torchao's class of float8 weights is of this kind.
+    """
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter or not hasattr(kind, "fsdp_pre_all_gather"):
+        return tensor
+    if kind not in _inside:  # asked once, because flattening may make the host wait for a device
+        if not (name := inside(tensor)):
+            return tensor
+        _inside[kind] = name
+    inner: Tensor = getattr(tensor, _inside[kind]).detach()
+    return inner if (inner.shape, inner.dtype) == (tensor.shape, tensor.dtype) else tensor
+
+
+_inside: dict[type, str] = {}  # by class, what `inside` has found
+
+
+def inside(tensor: Tensor) -> str:
+    """The attribute with the one tensor that a class works on, as a trial shows; empty if the class does more."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = {name: getattr(tensor, name) for name in names}
+    alike = [n for n, own in held.items() if (own.shape, own.dtype) == (tensor.shape, tensor.dtype)]
+    if len(alike) != 1 or inner_tensors(held[alike[0]]):
+        return ""
+    held[alike[0]] = small = torch.ones(2, 2, dtype=tensor.dtype, device=tensor.device)
+    try:
+        kind: Any = type(tensor)
+        made = kind.__tensor_unflatten__(held, context, small.size(), small.stride())
+        with torch.no_grad():
+            made.add_(made * 2)
+        return alike[0] if float(made.sum()) == float(small.sum()) == 12.0 else ""
+    except Exception:  # whatever the class raises: it lacks an operator
+        return ""
+
+
+def made_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that this rank's part of a tensor is made of: itself, unless its class holds others."""
+    part = local_part(tensor)
+    names = inner_tensors(part)
+    return [own for name in names for own in made_of(getattr(part, name))] if names else [part]
 
 
 def inner_tensors(tensor: Tensor) -> list[str]:
@@ -89,17 +134,23 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
 
 
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that users gave to a tensor, and not its class.
+
+    Names that begin with an underscore belong to frameworks.
+    """
+    of_class = vars(tensor.detach()) if inner_tensors(tensor) else ()
+    return {k: v for k, v in vars(tensor).items() if not k.startswith("_") and k not in of_class}
+
+
 def any_attributes(tensors: Iterable[Tensor]) -> bool:
     """Tell whether users gave attributes to one of these tensors. This is asked on each step, so it loops in C."""
     return not all(name.startswith("_") for name in set[str]().union(*map(vars, tensors)))
 
 
 def plain_attributes(param: Tensor) -> dict[str, Any]:
-    """The attributes that users gave to a parameter, such as `lr_mul`, as far as they are numbers and texts.
-
-    Names that begin with an underscore belong to frameworks.
-    """
-    return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, MARKS)}
+    """The attributes that users gave to a parameter, such as `lr_mul`, as far as they are numbers and texts."""
+    return {k: v for k, v in user_attributes(param).items() if isinstance(v, MARKS)}
 
 
 def is_expert(param: Tensor) -> bool:
@@ -109,4 +160,4 @@ def is_expert(param: Tensor) -> bool:
 
 def other_attributes(param: Tensor) -> dict[str, Any]:
     """The other attributes that users gave to a parameter, such as tensors and dicts."""
-    return {k: v for k, v in vars(param).items() if not k.startswith("_") and not isinstance(v, MARKS)}
+    return {k: v for k, v in user_attributes(param).items() if not isinstance(v, MARKS)}

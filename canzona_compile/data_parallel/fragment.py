@@ -17,6 +17,7 @@ from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.ir.sharding import Sharding
+from canzona_compile.session.params import of_odd_class
 from canzona_compile.session.plan import BoundParam
 from canzona_compile.tensors import any_attributes, local_part, plain_attributes
 from canzona_compile.views.fragment import FragmentView
@@ -95,6 +96,8 @@ class Fragment:
         return values
 
     def _local(self) -> Tensor:
+        if odd := of_odd_class(self.name, self.param, "zero1 sends slices of plain tensors"):
+            raise odd
         values = local_part(self.param).detach()
         if not values.is_contiguous():
             raise UnsupportedLayout(

@@ -25,7 +25,7 @@ from canzona_compile.ir.step import Leaf
 from canzona_compile.replica.copies import Copies, copy_closures
 from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
 from canzona_compile.replica.snapshot import parameter_label
-from canzona_compile.tensors import MARKS, local_part
+from canzona_compile.tensors import MARKS, local_part, made_of, user_attributes
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
 LARGEST_NUMBER = 2**31  # of those that are no ids and no addresses
@@ -54,7 +54,7 @@ class Miniature:
         own, odd, groups = copied_attributes(optimizer), odd_state(optimizer), list(map(hypers, optimizer.param_groups))
         self.optimizer: Optimizer = object.__new__(class_as_written(plain_class(optimizer)))
         real = [p for group in optimizer.param_groups for p in group["params"]]
-        sizes, on_params = small_sizes(p.shape for p in real), [public(vars(p)) for p in real]
+        sizes, on_params = small_sizes(p.shape for p in real), [public(p) for p in real]
         if not stateful and not may_lead_to_tensors([own, groups, on_params, odd]):
             real = [optimizer.param_groups[g]["params"][i] for g, places in enumerate(chosen) for i in places]
         small_of = {id(p): small(p, sizes) for p in real}
@@ -66,7 +66,7 @@ class Miniature:
             copies.remember(original, made)
         copy_closures([own, *groups, *on_params, odd, *map(optimizer.state.get, real)], copies)
         for param in real:
-            vars(small_of[id(param)]).update(copies.of(public(vars(param))))
+            vars(small_of[id(param)]).update(copies.of(public(param)))
         known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
         for param in real:
             known |= dict.fromkeys(addresses(param), small_of[id(param)].data_ptr())
@@ -168,17 +168,18 @@ def large_tensors(attributes: Mapping[str, Any]) -> list[Tensor]:
 
 def tensors_on(param: Tensor) -> list[Tensor]:
     """The tensors that users attached to a parameter, such as `main_grad`."""
-    return [t for t in pytree.tree_leaves(public(vars(param))) if isinstance(t, Tensor)]
+    return [t for t in pytree.tree_leaves(public(param)) if isinstance(t, Tensor)]
 
 
-def public(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def public(param: Tensor) -> dict[str, Any]:
     """The attributes of a parameter that steps may read, without the objects of frameworks (names with underscores)."""
-    return {name: value for name, value in attributes.items() if not name.startswith("_") or isinstance(value, MARKS)}
+    hidden = {name: v for name, v in vars(param).items() if name.startswith("_") and isinstance(v, MARKS)}
+    return hidden | user_attributes(param)
 
 
 def addresses(param: Tensor) -> set[int]:
     """Where a parameter lies in memory, as its users may ask; 0 tells nothing."""
-    found = {local_part(param).data_ptr(), local_part(param).untyped_storage().data_ptr()}
+    found = {address for own in made_of(param) for address in (own.data_ptr(), own.untyped_storage().data_ptr())}
     with contextlib.suppress(RuntimeError):
         found.add(param.data_ptr())
     return found - {0}

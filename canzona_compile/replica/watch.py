@@ -17,7 +17,7 @@ from canzona_compile.ir.storage import Stored
 from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.leaves import CONTAINERS
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
-from canzona_compile.tensors import any_attributes, memory_of, other_attributes, plain_attributes
+from canzona_compile.tensors import any_attributes, made_of, memory_of, other_attributes, plain_attributes
 
 MOST_REHEARSALS = 3  # for changes of one attribute: one that changes on every step, such as a log, must not cost more
 A_DICT = ("a dict",)  # stands before the entries of a dict in a list; a tuple, so that it counts as a constant
@@ -126,7 +126,9 @@ class ChangeWatch:
     def hold(self, params: Mapping[str, Tensor]) -> None:
         """Note the memory, the form and the marks that the parameters of a plan have now, by name."""
         self._params = dict(params)
+        kinds = {type(p._local_tensor) if isinstance(p, DTensor) else type(p) for p in self._params.values()}
         self._distributed = any(isinstance(p, DTensor) for p in self._params.values())
+        self._odd = any(hasattr(kind, "__tensor_flatten__") for kind in kinds)
         self._memory, self._marks = self._memory_now(), self._marks_now()
         self.hold_state({})
 
@@ -137,6 +139,8 @@ class ChangeWatch:
     def _memory_now(self) -> list[Any]:
         params = self._params.values()
         parts = [p._local_tensor if isinstance(p, DTensor) else p for p in params] if self._distributed else params
+        if self._odd:
+            parts = [own for param in params for own in made_of(param)]
         return [*map(Tensor.data_ptr, parts), *map(DTYPE, parts), *map(SHAPE, parts)]
 
     def _marks_now(self) -> dict[str, str]:

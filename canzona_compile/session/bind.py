@@ -30,7 +30,7 @@ from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
-from canzona_compile.session.params import check_disjoint, flat_shards, named_params
+from canzona_compile.session.params import check_disjoint, flat_shards, named_params, of_odd_class
 from canzona_compile.session.plan import BoundParam, Described, machine_of
 from canzona_compile.session.stacks import Stacks
 from canzona_compile.session.state import check_gathers
@@ -127,7 +127,8 @@ class Binder:
     def divide(self, own: Described) -> Described:
         """Find out how a parameter is divided, by `split=` or among owners, and whether its fragments fit together."""
         split = chosen(self.options.split, own.name, own.layout.shape)
-        strided = None if own.stand_in is None else own.stand_in.strided(split)
+        odd = of_odd_class(own.name, own.param, "its update needs the whole matrix as one plain tensor")
+        strided = odd if own.stand_in is None else own.stand_in.strided(split)
         by_rows = split is None or split.dim >= self._dims(own.group, own.layout.shape)  # not between matrices
         shared, ranges = (own, []) if strided or own.stand_in is not None or not by_rows else self._ranges(own)
         if strided or (split is None and not ranges):

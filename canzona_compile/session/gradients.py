@@ -20,7 +20,7 @@ from canzona_compile.ir.sharding import shard_dim
 from canzona_compile.rehearsal.asked import lies_otherwise
 from canzona_compile.rehearsal.rehearsal import Habits
 from canzona_compile.session.plan import Plan
-from canzona_compile.tensors import any_attributes, local_part, memory_of
+from canzona_compile.tensors import any_attributes, local_part, memory_of, user_attributes
 
 GRAD, FORM = attrgetter("grad"), attrgetter("shape", "dtype", "layout")
 
@@ -250,8 +250,7 @@ def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> No
             at=name,
             hint="set param.grad = param.grad.contiguous() before step()",
         )
-    own = [attribute for attribute in vars(grad) if not attribute.startswith("_")]
-    if own:
+    if own := user_attributes(grad):
         raise InvalidGradient(
             f"the gradient has attributes that the owner would not receive: {some(own)}",
             at=name,

@@ -27,7 +27,7 @@ from canzona_compile.ir.canonical_names import DDP, canonical_groups, canonical_
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.gradients import check_gradient
-from canzona_compile.tensors import local_part
+from canzona_compile.tensors import inner_tensors, local_part, made_of
 
 Module = TypeVar("Module", bound=nn.Module)
 Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
@@ -103,6 +103,19 @@ def check_usable(name: str, param: Tensor) -> None:
             at=name,
             hint="shard the model with torch.distributed.fsdp.fully_shard (FSDP2), then build the optimizer",
         )
+
+
+def of_odd_class(name: str, param: Tensor, need: str) -> UnsupportedLayout | None:
+    """The error for a parameter that is not a plain tensor, where a plan needs one; None if it is a plain tensor."""
+    part = local_part(param)
+    if not (held := inner_tensors(part)):
+        return None
+    return UnsupportedLayout(
+        f"the parameter is a {type(part).__name__}, made of {some(held)}, but {need}",
+        at=name,
+        hint="leave it to an elementwise optimizer such as AdamW under wrap(), which steps it by its class's own "
+        "operators, or switch off what converts it to this class before fully_shard, such as torchao's quantize_()",
+    )
 
 
 def check_in_use(named: Named) -> None:
@@ -182,8 +195,7 @@ def live(kind: type[Module]) -> Iterator[Module]:
 def check_disjoint(named: Named) -> None:
     """Raise if parameters overlap in memory."""
     found: list[tuple[int, int, str]] = []
-    for name, _, param in named:
-        own = local_part(param)
+    for name, own in ((name, own) for name, _, param in named for own in made_of(param)):
         size = own.numel() * own.itemsize
         held = size and own.device.type != "meta" and own.untyped_storage().size()
         if held and is_non_overlapping_and_dense_or_false(own):

@@ -44,7 +44,7 @@ from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import BoundParam, Plan
-from canzona_compile.tensors import inner_tensors
+from canzona_compile.tensors import inner_tensors, local_part, unwrapped
 from canzona_compile.views.view import held_part
 
 
@@ -75,7 +75,7 @@ class StateStore:
         if role is Role.GRAD:
             return self.gradients.found[task]
         param = self.params[task]
-        return param._local_tensor if isinstance(param, DTensor) else param
+        return unwrapped(param._local_tensor if isinstance(param, DTensor) else param)
 
     def resident(self, leaf: str, task: str) -> Tensor | Stored:
         """Return a whole state tensor of a task that this rank owns."""
@@ -454,13 +454,13 @@ def whole_leaf(
     if not isinstance(value, DTensor):
         if tuple(value.shape) != shape:
             raise CanzonaError(f"state {leaf!r} is {list(value.shape)}, expected {list(shape)}", at=task.name)
-        return value
+        return unwrapped(value)
     grid, layout = task.layout.grid, task.layout
     if len(shape) > 2 and shape == tuple(value.shape) and shape[1:] == layout.shape[1:]:  # some entries of a stack
         shape = layout.shape
     r, _ = grid.find(rank)
     peers = grid.shard_peers(r)
-    local = value._local_tensor.contiguous()
+    local = local_part(value).contiguous()
     if len(peers) == 1:
         return local.reshape(shape)
     boxes = [layout.boxes[s].of(shape) for s in peers]

@@ -295,4 +295,4 @@ def held_part(value: Tensor, param: Tensor, box: Box) -> Tensor:
         return value[box.slices()].clone(memory_format=torch.contiguous_format)
     if value.placements != param.placements:
         value = value.redistribute(param.device_mesh, param.placements)
-    return value._local_tensor
+    return local_part(value)
