@@ -204,9 +204,9 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> Tensor:
             hint="use real parameters; split a complex one into its real and imaginary part",
         )
     if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
-        if not (isinstance(grad, DTensor) and holds_slice(grad, param)):
+        if not isinstance(grad, DTensor) or not holds_slice(grad, param):
             raise unlike_parameter(param, grad, name)
-        grad = grad.detach().redistribute(placements=param.placements)
+        grad = grad.redistribute(placements=param.placements).detach()
     if local_part(grad).shape != local_part(param).shape:
         raise InvalidGradient(
             f"the local shard of the gradient is {list(local_part(grad).shape)}, but the shard of the "
@@ -225,7 +225,7 @@ def holds_slice(grad: DTensor, param: DTensor) -> bool:
     return bool(cut) and not cut & held and all(g == p or (g.is_replicate() and type(p) is Shard) for g, p in pairs)
 
 
-def unlike_parameter(param: DTensor, grad: Tensor, name: str) -> InvalidGradient:
+def unlike_parameter(param: Any, grad: Tensor, name: str) -> InvalidGradient:
     """Make the error for a gradient that is not laid out like its parameter."""
     placements: Any = grad.placements if isinstance(grad, DTensor) else "of a plain tensor"
     partial = any(isinstance(placement, Partial) for placement in placements)

@@ -136,7 +136,9 @@ def test_parameters_that_fsdp1_has_flattened(original: bool) -> None:
 def test_flat_shards_of_deepspeed(mark: str) -> None:
     """In ZeRO's stages 1 to 3 its engine gives the optimizer flat tensors in the place of parameters."""
     model, flat = model_of(), torch.zeros(240, requires_grad=True)
-    optimizers = [muon(model), canzona_compile.wrap(torch.optim.AdamW(model.parameters(), lr=0.1))]
+    optimizers: Any = [kind(model.parameters(), lr=0.1) for kind in (torch.optim.Muon, torch.optim.AdamW)]
+    for optimizer in optimizers:
+        canzona_compile.wrap(optimizer)
     for param in model.parameters():
         setattr(param, mark, 0)
     for optimizer in optimizers:
