@@ -33,7 +33,7 @@ from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.session.params import named_params
 from canzona_compile.tensors import local_part
 
-NamesByGroup = list[list[str]]  # a group without names has none
+GroupNames = list[list[str]]  # a group without names has none
 
 # -- the dummy step --------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def texts(group: Mapping[str, Any], key: str) -> list[str]:
     return found if len(found) == len(group["params"]) and all(isinstance(name, str) for name in found) else []
 
 
-def aligned(theirs: NamesByGroup, mine: NamesByGroup) -> NamesByGroup:
+def aligned(theirs: GroupNames, mine: GroupNames) -> GroupNames:
     """Names with the prefix that ours have, or without one that ours lack, if that is how the first ones differ."""
     first, own = (min(chain.from_iterable(side), default="") for side in (theirs, mine))
     if first.endswith(f".{own}"):
@@ -156,7 +156,7 @@ def aligned(theirs: NamesByGroup, mine: NamesByGroup) -> NamesByGroup:
     return [[more + name for name in names] for names in theirs]
 
 
-def same_groups(theirs: NamesByGroup, mine: NamesByGroup, kinds: Sequence[str]) -> dict[int, int]:
+def same_groups(theirs: GroupNames, mine: GroupNames, kinds: Sequence[str]) -> dict[int, int]:
     """Find the saved group of each named group of ours, which a class of `kinds` steps.
 
     Returns:
