@@ -56,7 +56,7 @@ def step_alone(twin: Optimizer) -> tuple[Counts, list[str]]:
 
 def changed_places(twin: Optimizer, others: Sequence[str]) -> list[str]:
     """Where a twin's step has kept something by parameter, and what else it has changed, see `step_alone`."""
-    walk = Snapshot(parameter_label([p for group in twin.param_groups for p in group["params"]]), bits=False)
+    walk = Snapshot(parameter_label(twin), bits=False)
     walk.add_home("self", own_attributes(twin))
     kept = known_parameters(walk.found)  # the twin's parameters are new, so nothing else knew them
     holders = tuple(place.partition("[")[0] for place in kept)

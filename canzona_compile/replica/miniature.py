@@ -48,6 +48,7 @@ class Miniature:
         optimizer: the copy, an object of the class that the user wrote.
         kept: objects of the real optimizer that it holds, too, see `copies`.
         calls: knows of the calls of cached functions that it holds.
+        label: names its parameters and their ids, and the copy, for a `Snapshot`.
     """
 
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False) -> None:
@@ -90,11 +91,7 @@ class Miniature:
             if own_state := optimizer.state.get(param):
                 state[small_of[id(param)]] = small_state(own_state, sizes, copies)
         self.kept, self.calls = copies.kept, copies.calls
-        self._label = parameter_label(self.params)
-
-    def label(self, value: Any) -> str | None:
-        """Name a parameter or its id, or the optimizer, for a `Snapshot`."""
-        return "the optimizer" if value is self.optimizer else self._label(value)
+        self.label = parameter_label(self.optimizer)
 
 
 def may_lead_to_tensors(value: Any) -> bool:

@@ -14,12 +14,13 @@ import re
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from canzona_compile.tensors import bytes_of, inner_tensors, local_part
 
@@ -281,9 +282,10 @@ def cut_off(file: Any, end: int) -> None:
             file.truncate()
 
 
-def parameter_label(params: Sequence[Tensor]) -> Label:
-    """Label parameters and their ids, for `known_parameters`."""
-    names = {id(param): f"parameter {i}" for i, param in enumerate(params)}
+def parameter_label(optimizer: Optimizer) -> Label:
+    """Label an optimizer, its parameters and their ids, for `known_parameters`."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    names = {id(optimizer): "the optimizer", **{id(param): f"parameter {i}" for i, param in enumerate(params)}}
     return lambda value: names.get(value if type(value) is int else id(value))
 
 
