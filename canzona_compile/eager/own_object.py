@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import required_arguments
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
-from canzona_compile.replica.homes import atoms_of, hypers
+from canzona_compile.replica.homes import atoms_of, held_in, hypers
 from canzona_compile.replica.leaves import leaf_name
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import blamed, first_line
@@ -61,8 +61,8 @@ class OwnObject:
             self.optimizer = made_by(make, self.param, name)
         self._atoms = atoms_of(real)
         self._given: dict[str, Any] = {}
-        self._own_group.update(hypers(group))
-        self._given = dict(hypers(group))
+        self._own_group.update(followed(group))
+        self._given = followed(group)
 
     @property
     def _own_group(self) -> dict[str, Any]:
@@ -73,13 +73,13 @@ class OwnObject:
 
     def follow(self, group: Mapping[str, Any], real: Optimizer) -> None:
         """Take over what users changed since the last step in the parameter group and in plain attributes."""
-        atoms, given = atoms_of(real), hypers(group)
+        atoms, given = atoms_of(real), followed(group)
         for home, before, now in (
             (self._own_group, self._given, given),
             (vars(self.optimizer), self._atoms, atoms),
         ):
             home.update({k: v for k, v in now.items() if k not in before or differs(before[k], v)})
-        self._given, self._atoms = dict(given), atoms
+        self._given, self._atoms = given, atoms
 
     def step(self, param: Tensor, grad: Tensor) -> Tensor:
         """Take a step."""
@@ -103,6 +103,7 @@ class OwnObject:
                 f"the state_dict() of {type(self.optimizer).__name__} fails: {first_line(error)}{blamed(error)}",
                 at=self.name,
             ) from error
+        self._check_inner(whole)
         changed = {
             k: v
             for k, v in hypers(whole["param_groups"][0]).items()
@@ -119,6 +120,20 @@ class OwnObject:
             ) from error
         kinds = (GENERATOR, CUDA_GENERATOR)
         return {**leaves, NOTES: noted(notes), **dict(zip(kinds, self.generators.states, strict=False))}
+
+    def _check_inner(self, whole: Mapping[str, Any]) -> None:
+        """Raise if an optimizer that the object holds has state that torch's state dict of the object lacks."""
+        kind, saved = type(self.optimizer), set(map(id, pytree.tree_leaves(whole)))
+        if kind.state_dict is not Optimizer.state_dict or self.optimizer._optimizer_state_dict_post_hooks:
+            return  # the class says by itself what it saves
+        for name, several in (held_in(self.optimizer) | held_in(self._own_group)).items():
+            leaves = pytree.tree_leaves([list(one.state.values()) for one in several])
+            if any(isinstance(leaf, Tensor) and id(leaf) not in saved for leaf in leaves):
+                raise CanzonaError(
+                    f"the state_dict() of {kind.__name__} lacks the state of {name!r}, an optimizer inside of it",
+                    at=self.name,
+                    hint=f"let state_dict() of {kind.__name__} return that state, and load_state_dict() load it",
+                )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the object load what `state` returned, maybe on other ranks. It may have gone through a checkpoint."""
@@ -175,6 +190,11 @@ def made_by(make: Maker, param: torch.nn.Parameter, name: str) -> Optimizer:
             hint="make an optimizer whose step() takes no arguments",
         )
     return made
+
+
+def followed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that objects take over from a group: no optimizers, as each object has made its own."""
+    return {key: value for key, value in hypers(group).items() if key not in held_in(group)}
 
 
 def differs(one: Any, other: Any) -> bool:

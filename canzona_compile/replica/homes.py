@@ -77,9 +77,9 @@ def homes_of(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
 
 
 def held_in(holder: object) -> dict[str, tuple[Optimizer, ...]]:
-    """The optimizers that an object has as attributes, by themselves or in lists, tuples and dicts, by attribute."""
+    """The optimizers in the attributes of an object, or in a dict, also in lists, tuples and dicts there, by name."""
     found: dict[str, tuple[Optimizer, ...]] = {}
-    for name, value in getattr(holder, "__dict__", {}).items():
+    for name, value in (holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).items():
         entries: Iterable[Any] = value.values() if isinstance(value, dict) else value
         inside = entries if isinstance(value, list | tuple | dict) else (value,)
         if own := tuple(one for one in inside if isinstance(one, Optimizer)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +21,9 @@ from tests.harness.checkpointing import Holder
 from tests.harness.layouts import Case, Laid, full, mesh_of, replicate_of
 from tests.harness.marks import only
 from tests.harness.own_objects import MAKERS, ByAddress, Oracle
-from tests.harness.pairs import feed, parameters, params_of, same_bits
+from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import PerParameter, State
+from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps.grammar import toy
 
 # It counts outside of the state of parameters, and takes those of any shape.
@@ -468,3 +470,60 @@ def test_reports_say_so() -> None:
     assert (row.cell, "one_per_matrix=" in row.why) == ("own object", True)
     part.steps(0, 1)
     assert "one_per_matrix=" in part.optimizer.canzona.report().to_text(width=400)
+
+
+class Inside(PerParameter):
+    """Steps an optimizer of its own, on itself or in its group, before it does its own work."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params)
+        self.where = where
+        self.home["inner"] = torch.optim.AdamW(self.param_groups[0]["params"], lr=0.01)
+
+    @property
+    def home(self) -> dict[str, Any]:
+        return vars(self) if self.where == "self" else self.param_groups[0]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.home["inner"].step()
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        param.sub_(cube(self.home["inner"].state[param]["exp_avg"]), alpha=group["lr"])
+
+
+class Saving(Inside):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": self.home["inner"].state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.home["inner"].load_state_dict(state_dict["inner"])
+        super().load_state_dict(state_dict)
+
+
+def inside(where: str) -> str:
+    make = partial(Inside, where=where)
+    pair = Pair(make, case=Case("ddp", (2,)), compares_state=False, one_per_matrix=make)
+    for _ in range(3):
+        pair.feed()
+        pair.take()
+    wrong = [i for i, (a, b) in enumerate(zip(*map(params_of, pair.both), strict=True)) if not torch.equal(a, b)]
+    with pytest.raises(CanzonaError) as caught:
+        pair.wrapped.state_dict()
+    return f"{wrong} {caught.value}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("where", ["self", "group"])
+def test_an_optimizer_inside_is_the_objects_own_and_its_state_is_not_lost(where: str) -> None:
+    for text in run(2, inside, where):
+        assert text.startswith("[] the state_dict() of Inside lacks the state of 'inner', an optimizer inside")
+
+
+def test_a_class_that_saves_the_optimizer_inside() -> None:
+    make = partial(Saving, where="self")
+    pair = Pair(make, compares_state=False, one_per_matrix=make)
+    pair.go(2)
+    pair.wrapped.load_state_dict(copy.deepcopy(pair.wrapped.state_dict()))
+    pair.go(2)
+    assert all(map(torch.equal, *map(params_of, pair.both)))
