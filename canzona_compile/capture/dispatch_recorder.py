@@ -11,6 +11,7 @@ Branches on the values of tensors cannot be captured; neither can steps that cat
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.program_ops import ProductAt
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.raised import Untraceable
+from canzona_compile.replica.twin import scratch_of
 from canzona_compile.tensors import storage_of
 
 MOST_PATHS = 64  # the most paths of one kind; code that never repeats itself is not worth a plan per step
@@ -189,19 +191,24 @@ class DispatchRecorder(StepRecorder):
         parts = {i: part_at(path.calls, i) for i, call in own.items() if isinstance(call.func, CompiledEntry)}
         examples = [*path.tensors, *(torch.empty((), dtype=torch.float64, device="cpu") for _ in path.names)]
         examples += [tensor for part in parts.values() for tensor in part.examples]
-        graph, baked = self.traced(recorded_module(path, parts), {}, examples, values, names)
+        graph, baked = self.traced(
+            recorded_module(path, parts, scratch_of(self.twin).values()), {}, examples, values, names
+        )
         graph = with_compiled_calls(graph, list(parts.values()), len(path.returned), len(names))
         products = [call for i, call in own.items() if in_precision(parts[i].target if i in parts else call.func)]
         sources = [self.source(tensor, "") for tensor in path.tensors] + [("scalar", name) for name in path.names]
         return Variant.of(graph, sources, len(path.returned), baked, give_precisions(graph, products))
 
 
-def recorded_module(path: TracedPath, parts: Mapping[int, CompiledPart]) -> fx.GraphModule:
+def recorded_module(
+    path: TracedPath, parts: Mapping[int, CompiledPart], scratch: Iterable[Tensor] = ()
+) -> fx.GraphModule:
     """Write the calls of a path as a graph, in order and with their writes.
 
     Args:
         parts: its calls of compiled functions, by index. What they give are the last inputs of the graph, and what they
             are given are its last outputs, see `with_compiled_calls`.
+        scratch: of the twin. What is read of it was written before, in the path.
     """
     written = RecordedGraph("its step reads a tensor that is neither parameter, gradient nor state")
     for i, tensor in enumerate(path.tensors):
@@ -209,6 +216,10 @@ def recorded_module(path: TracedPath, parts: Mapping[int, CompiledPart]) -> fx.G
     inputs = list(map(written.input, path.names))
     for index, part in parts.items():
         part.begin(written, index)
+    read = {id(leaf) for i in path.own for leaf in path.calls[i].leaves}
+    for tensor in (x for x in scratch if id(x) in read):
+        options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        written.stands_for(written.graph.call_function(torch.ops.aten.full.default, ([], math.nan), options), tensor)
     numbers: dict[int, dict[int, fx.Node]] = defaultdict(dict)
     for (index, place), node in zip(path.inputs, inputs, strict=True):
         numbers[index][place] = written.graph.call_method("item", (node,))

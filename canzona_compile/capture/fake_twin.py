@@ -136,7 +136,8 @@ class FakeTwin:
         own = copied_attributes(optimizer)
         for name in vars(self.twin).keys() - own.keys() - NOT_COPIED:
             del vars(self.twin)[name]
-        own = rebound(own, optimizer, self.twin)
+        with self.mode:  # in which scratch has no values
+            own = rebound(own, optimizer, self.twin)
         vars(self.twin).update(with_own_containers(own))
 
     def counters(self) -> dict[str, Any]:

@@ -26,11 +26,14 @@ from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensor, pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.rehearsal.batching import dependent_places
 from canzona_compile.rehearsal.diagnosis import TOGETHER, broken
+from canzona_compile.rehearsal.scenario import OTHER, Scenario
+from canzona_compile.rehearsal.trial import take
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.miniature import small_sizes
+from canzona_compile.replica.miniature import counts_in, small_sizes
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import NoCollectives, Untraceable, name_of
@@ -74,9 +77,10 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
         mixed = labels.mixed(twin)
         if mixed and (labels.reads or mixing(optimizer, like, [like.spec] * 2) is False):
             # Some stack parameters, or have scratch memory for all. A rehearsal has compared the bits of small ones.
-            sizes = small_sizes(spec.shape for spec in specs)
+            sizes = small_sizes((spec.shape for spec in specs), counts_in(optimizer))
             small = [replace(spec, shape=tuple(sizes[n] for n in spec.shape)) for spec in specs]
             mixed = mixing(optimizer, like, small) is False
+        mixed = mixed and reaches_others(optimizer, like)
         for source in (0, len(specs) - 1) if labels.reads else ():  # the largest one and the smallest one
             other = labelled(optimizer, like, specs, source)
             mixed |= other is not None and other[1].calls_without(source) != labels.calls_without(source)
@@ -125,6 +129,23 @@ def mixing(optimizer: Optimizer, like: ParamExample, specs: Sequence[ParameterSp
     """Tell whether a value of one of these parameters reaches another. None if they need values."""
     found = labelled(optimizer, like, specs)
     return None if found is None else found[1].mixed(found[0])
+
+
+def reaches_others(optimizer: Optimizer, like: ParamExample) -> bool:
+    """Tell whether the gradient of a parameter reaches others like it, and one of another shape, with real sizes.
+
+    Labels cannot be followed through everything that code does with stacks. So those few step with values.
+    """
+    params = like.group["params"]
+    order = sorted(range(len(params)), key=lambda i: bool(params[i].shape != like.spec.shape))
+    own = sorted({*order[:2], order[-1]})
+    chosen = [own if group is like.group else [] for group in optimizer.param_groups]
+    sizes = frozenset(n for i in own for n in params[i].shape)
+    for stateful in (False, True):
+        scenario = Scenario(chosen, len(OTHER), counts=sizes, stateful=stateful)
+        if not params[0].is_meta and len((plain := take(optimizer, scenario)).after) == scenario.steps:
+            return bool(dependent_places(optimizer, scenario, plain))
+    return True
 
 
 def held_by(twin: FakeTwin, param: Tensor) -> Iterator[Tensor]:

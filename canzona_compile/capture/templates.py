@@ -35,6 +35,7 @@ from canzona_compile.replica.leaves import leaf_forms, python_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.replica.randomness import draws
+from canzona_compile.replica.twin import make_tensors
 from canzona_compile.replica.watch import ChangeWatch
 
 log = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class Capture:
             tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
             habits = self._rehearsed(names)
             self.counts.update(habits.counters)
+            make_tensors(self.optimizer)
             self._check_separable(habits, names or default_names(self.optimizer))
             self._rehearsals |= dict.fromkeys([cast, self._cast()], habits)  # with the counters that it found, too
         return self._rehearsals[cast]
@@ -180,6 +182,7 @@ class Capture:
             Whether the optimizer runs in another way, or has other habits, so that all is to be captured and planned
             anew.
         """
+        make_tensors(self.optimizer)
         moved, rehearse_again = self.watch.changes(self._counting())
         self.watch.check_followed()
         for recorder in {k.recorder for k in self.kinds.values() if k.recorder is not None} if moved else ():

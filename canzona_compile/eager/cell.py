@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.replica.external_counters import around
+from canzona_compile.replica.miniature import counts_in, small_sizes
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
@@ -55,20 +56,29 @@ class Shadow:
         self.optimizer = optimizer
         self._random = torch.Generator().manual_seed(0)
         self._params: list[Tensor] = []
+        self._sizes: dict[int, int] = {}  # of parameters that are not as tiny, if the step fails for the tiniest
         self._state: dict[Tensor, dict[str, Any]] = {}
 
     def count(self) -> None:
         """Take a step, and show what it counted. Groups without gradients do not step."""
         groups = self.optimizer.param_groups
-        self._params += [tiny(group["params"]) for group in groups[len(self._params) :]]
+        self._params += [tiny(group["params"], self._sizes) for group in groups[len(self._params) :]]
         for param, group in zip(self._params, groups, strict=True):
             some = any(p.grad is not None for p in group["params"])
             param.grad = torch.randn(param.shape, generator=self._random, device="cpu").to(param) if some else None
         twin = make_twin(self.optimizer, {}, [], self._state)
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
-        with undisturbed(twin), as_written():
-            step_plainly(twin)
+        try:
+            with undisturbed(twin), as_written():
+                step_plainly(twin)
+        except Exception:  # whatever the optimizer's code raises for the tiniest
+            if self._sizes:
+                raise
+            self._sizes = small_sizes((p.shape for g in groups for p in g["params"]), counts_in(self.optimizer))
+            self._params, self._state = [], {}
+            self.count()
+            return
         self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
         homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]
         for home, old, (_, new) in zip(homes, before, around(twin), strict=True):
@@ -76,8 +86,12 @@ class Shadow:
             home.update(changed)
 
 
-def tiny(params: Sequence[Tensor]) -> Tensor:
-    """Make a tiny parameter with as many dims as the first of some; on the CPU, so that no device is waited for."""
+def tiny(params: Sequence[Tensor], sizes: Mapping[int, int]) -> Tensor:
+    """Make a tiny parameter with as many dims as the first of some; on the CPU, so that no device is waited for.
+
+    Args:
+        sizes: the small size for each size, see `small_sizes`; empty for the tiniest.
+    """
     first = params[0] if params else torch.zeros(2, 3, device="cpu")
-    shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
+    shape = tuple(sizes.get(n, min(n, 2 + i)) for i, n in enumerate(first.shape))
     return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype, device="cpu"))

@@ -21,7 +21,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.homes import atoms_of, held_in, hypers
 from canzona_compile.replica.leaves import leaf_name
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.raised import blamed, first_line
+from canzona_compile.replica.raised import as_its_own, blamed, first_line
 from canzona_compile.replica.randomness import MatrixGenerators
 from canzona_compile.replica.twin import step_plainly
 from canzona_compile.tensors import inner_tensors
@@ -173,9 +173,8 @@ def made_by(make: Maker, param: torch.nn.Parameter, name: str) -> Optimizer:
     try:
         made = make([param])
     except Exception as error:  # whatever the user's code raises
-        raise CanzonaError(
-            f"one_per_matrix= fails for this parameter: {first_line(error)}{blamed(error)}", at=name
-        ) from error
+        said = CanzonaError(f"one_per_matrix= fails for this parameter: {first_line(error)}{blamed(error)}", at=name)
+        raise as_its_own(error, said) from error
     groups = made.param_groups if isinstance(made, Optimizer) else []
     if len(groups) != 1 or len(groups[0]["params"]) != 1 or groups[0]["params"][0] is not param:
         raise CanzonaError(

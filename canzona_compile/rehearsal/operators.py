@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from canzona_compile.compat.torch_private import TorchDispatchMode, pytree
 from canzona_compile.replica.raised import NoCollectives, name_of
+from canzona_compile.tensors import storage_of
 
 # What may round otherwise in a stack than alone.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_linalg_eigh", "linalg_qr", "_linalg_svd"}
+FILLS = {"fill_", "copy_", "zero_"}  # that write all of their first operand, and do not read it
 SUMS = {"sum", "mean", "linalg_vector_norm", "norm", "var", "std"}
 
 
@@ -23,18 +25,27 @@ class Operators(NoCollectives):
     Attributes:
         products: the products, decompositions and sums that were called, with the shapes of their operands.
         generators: those that were passed to operators which draw random numbers.
+        unwritten: tensors that nobody has written yet, by their memory.
+        reads_unwritten: whether an operator read such memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.products: set[tuple[Any, ...]] = set()
         self.generators: list[torch.Generator] = []
+        self.unwritten: dict[int, Tensor] = {}
+        self.reads_unwritten = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if name_of(func) in PRODUCTS | SUMS:
             self.products.add((name_of(func), *(tuple(one.shape) for one in args if isinstance(one, Tensor))))
+        if self.unwritten and not func.is_view:
+            memory = [storage_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            fills = name_of(func) in FILLS
+            self.reads_unwritten |= not self.unwritten.keys().isdisjoint(memory[fills:])
+            self.unwritten.pop(memory[0] if fills else 0, None)
         if (generator := (kwargs or {}).get("generator")) is not None:
             self.generators.append(generator)
         return super().__torch_dispatch__(func, types, args, kwargs)

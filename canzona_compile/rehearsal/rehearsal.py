@@ -10,7 +10,7 @@ import inspect
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from canzona_compile.rehearsal.diagnosis import (
     differing_places,
     drawing,
     object_per_matrix,
+    parameters_in,
     refusal,
     tensors_kept,
 )
@@ -43,10 +44,10 @@ from canzona_compile.rehearsal.trial import (
     texts_written,
 )
 from canzona_compile.replica.external_counters import Counter
-from canzona_compile.replica.miniature import Miniature
-from canzona_compile.replica.raised import blamed, first_line
+from canzona_compile.replica.miniature import Miniature, counts_in
+from canzona_compile.replica.raised import as_its_own, blamed, first_line, is_meant
 from canzona_compile.replica.snapshot import Contents, changed
-from canzona_compile.replica.twin import step_plainly
+from canzona_compile.replica.twin import LOOSE, Loose, step_plainly
 
 WARNED: MutableMapping[Optimizer, set[str]] = WeakIdKeyDictionary()  # what was said of optimizers
 
@@ -115,14 +116,17 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
     meta = (p.device.type == "meta" for group in optimizer.param_groups for p in group["params"])
     if not any(numbers) or any(meta):  # there is nothing to step, or it has no values
         return Habits()
-    names, cast = names or default_names(optimizer), scenarios(numbers)
-    try:
-        found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
-    except CannotBegin as first:
-        check_groups(optimizer, first.__cause__)
-        # The state was made in the constructor, or the step cannot make it again.
-        cast = [replace(scenario, stateful=True) for scenario in cast]
-        found = rehearse_stateful(optimizer, cast, names, first)
+    names = names or default_names(optimizer)
+    LOOSE.pop(optimizer, None)
+    for cast in zip(*(forms_of(optimizer, scenario) for scenario in scenarios(numbers)), strict=True):
+        try:
+            found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
+            break
+        except CannotBegin as problem:
+            check_groups(optimizer, problem.__cause__)
+            last, failed = problem, cast[0]
+    else:
+        raise never_begins(optimizer, failed, names, last) from last.__cause__
     kind = plain_class(optimizer)
     if methods := compiled_methods(kind):
         warn_once(
@@ -159,21 +163,42 @@ def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
             )
 
 
-def rehearse_stateful(
-    optimizer: Optimizer, cast: Sequence[Scenario], names: NamesByGroup, first: CannotBegin
-) -> list[Habits]:
-    """Rehearse scenarios in which parameters begin with the state that they have, as they cannot without."""
-    try:
-        if not any(isinstance(key, Tensor) for key in optimizer.state):
-            raise first
-        return [rehearse_one(optimizer, scenario, names) for scenario in cast]
-    except CannotBegin as problem:
-        raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step fails on small test parameters, so canzona_compile cannot "
-            f"check that it updates each parameter independently{tensors_kept(optimizer)}: {problem}",
-            hint="create state in step(), for parameters of any size, and do not require a closure. Or, "
-            f"{object_per_matrix(optimizer)}",
-        ) from None
+def forms_of(optimizer: Optimizer, scenario: Scenario) -> Iterator[Scenario]:
+    """A scenario on the smallest parameters, and then as steps need it that fail for these.
+
+    Parameters may need the state that they have, if the constructor made it, or sizes that keep what divides them.
+    """
+    stateful = any(isinstance(key, Tensor) for key in optimizer.state)
+    for counts in (frozenset[int](), counts_in(optimizer)):
+        yield from (replace(scenario, counts=counts, stateful=own) for own in (False, True)[: 1 + stateful])
+
+
+def never_begins(
+    optimizer: Optimizer, scenario: Scenario, names: NamesByGroup, problem: CannotBegin
+) -> UnsupportedOptimizer:
+    """Make the error for a step that fails at once in every form of a scenario, of which this is the last one."""
+    kind, own, groups = plain_class(optimizer).__name__, problem.__cause__, optimizer.param_groups
+    assert own is not None
+    failing, kinds = [], {(g, p.shape): i for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+    for (g, _), i in kinds.items() if is_meant(own) else ():
+        chosen = [[i] * (g == other) for other in range(len(groups))]
+        if take(optimizer, replace(scenario, chosen=chosen, steps=1, missing={})).error is not None:
+            failing.append(names[g][i])
+    at = failing[0] if 0 < len(failing) < len(kinds) else ""
+    if at:
+        hint = "leave this parameter to another optimizer, as canzona_compile.hidden_matrices(model) and chain() do"
+    elif failing:
+        hint = f"this is {kind}'s own error: give it the parameters and hyperparameters that it takes"
+    else:
+        hint = "create state in step(), for parameters of any size, and do not require a closure. Or, "
+        hint += object_per_matrix(optimizer)
+    said = UnsupportedOptimizer(
+        f"{kind}.step fails on small test parameters, so canzona_compile cannot check that it updates each parameter "
+        f"independently{tensors_kept(optimizer)}: {type(own).__name__}: {own}{blamed(own)}",
+        at=at,
+        hint=hint,
+    )
+    return as_its_own(own, said) if failing else said
 
 
 def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -187,7 +212,7 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     now.state = defaultdict(dict, {key: dict(state) for key, state in states.items()})
     first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
     with contextlib.suppress(CannotBegin):
-        rehearse_one(now, replace(first, stateful=True), default_names(optimizer))
+        rehearse_one(now, replace(first, stateful=True, counts=counts_in(optimizer)), default_names(optimizer))
 
 
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Habits:
@@ -196,6 +221,12 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
     for one in scenario.easier():
         plain = together(optimizer, one)
         parts = take(optimizer, one, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
+        loose = Loose(plain.loose.scratch | parts.loose.scratch, plain.loose.made)
+        if loose != Loose() and (again := with_loose(optimizer, replace(one, loose=loose), plain)) is not None:
+            plain, one = again, replace(one, loose=loose)
+            parts = take(optimizer, one, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
+            known = LOOSE.setdefault(optimizer, Loose())
+            LOOSE[optimizer] = Loose(known.scratch | loose.scratch, known.made | loose.made)
         if not differing_places(plain, parts):
             return habits_in(scenario, one, plain, 0.0 if other_products(plain, parts) else None)
         found = [*differences(plain, parts)]
@@ -205,6 +236,20 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
         if not dependent and alike_in_double(optimizer, one, plain):
             return habits_in(scenario, one, plain, max(filter(math.isfinite, found), default=0.0))
     raise refusal(optimizer, one, plain, parts, names, dependent)
+
+
+def with_loose(optimizer: Optimizer, scenario: Scenario, plain: RehearsedSteps) -> RehearsedSteps | None:
+    """Step all parameters together, with new scratch before every step, as twins have it.
+
+    None unless steps write all of it before they read it, do the same then, and write the same whatever gradients are.
+    So nothing can come through it from one parameter to another, nor from one step to the next.
+    """
+    again = together(optimizer, scenario)
+    other = take(optimizer, replace(scenario, others=range(scenario.params)))
+    moved = [place for a, b in zip(plain.after, again.after, strict=False) for place in changed(a, b)]
+    equal = len(again.after) == len(plain.after) and again.numbers == plain.numbers
+    free = all(a == b for a, b in zip(plain.numbers, other.numbers, strict=False))
+    return again if equal and free and not (again.operators.reads_unwritten or parameters_in(moved)) else None
 
 
 def habits_in(scenario: Scenario, one: Scenario, plain: RehearsedSteps, batches: float | None) -> Habits:
@@ -276,11 +321,11 @@ def closure_problem(optimizer: Optimizer) -> str:
     """Find out whether `step(closure)` is `closure()` followed by `step()`, and returns what the closure returned.
 
     Returns:
-        How it differs; empty if it does not.
+        How it differs; empty if it does not. What it raises itself is raised.
     """
     if "closure" not in inspect.signature(plain_step(plain_class(optimizer))).parameters:
         return ""
-    chosen = scenarios([len(group["params"]) for group in optimizer.param_groups])[0].chosen
+    short = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
     calls: list[tuple[Contents, Contents]] = []  # what the optimizer held when it called the closure, and before
     loss = torch.tensor(2.5, device=next(p.device for group in optimizer.param_groups for p in group["params"]))
 
@@ -296,10 +341,17 @@ def closure_problem(optimizer: Optimizer) -> str:
 
         return step
 
-    once = Scenario(chosen, 1)
-    alone, found = take(optimizer, once), take(optimizer, once, with_closure)
+    for once in forms_of(optimizer, replace(short, steps=1, missing={})):
+        alone = take(optimizer, once)
+        if alone.error is None:
+            break
+    found = take(optimizer, once, with_closure)
     if found.error is not None:
-        return f"it raises {first_line(found.error)}"
+        said = (
+            f"{found.kind}.step cannot be called with a closure: it raises {type(found.error).__name__}: {found.error}"
+        )
+        hint = "call loss = closure() yourself, then step() without it"
+        raise as_its_own(found.error, UnsupportedOptimizer(said, hint=hint)) from found.error
     if len(calls) != 1:
         return f"it evaluates the closure {len(calls)} times"
     places = changed(*calls[0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from canzona_compile.replica.twin import Loose
+
 MOST_PARAMETERS = 64  # of all in the short scenario; the first ones and the last one of each group
 MOST_GROUPS = 16  # of the short scenario; the first ones and the last one. The long one has four
 LONG = 46  # steps of the long scenario
@@ -21,7 +23,9 @@ class Scenario:
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
         in_place: whether every gradient is written over the one before.
         stateful: whether parameters begin with small copies of the state that they have now.
+        counts: numbers that divide the sizes of small parameters if they divide the real ones.
         others: the parameters whose gradients are other ones than in this scenario without `others`, see `OTHER`.
+        loose: what is scratch, new before every step, and which hyperparameters are made tensors before it.
         double: whether all floats have 64 bits, see `InDouble`.
     """
 
@@ -32,9 +36,11 @@ class Scenario:
     rates: Mapping[int, float] = field(default_factory=dict)
     frozen: int | None = None
     stateful: bool = False
+    counts: Collection[int] = ()
     in_place: bool = False
     surges: Mapping[int, float] = field(default_factory=dict)
     others: Collection[int] = ()
+    loose: Loose = field(default_factory=Loose)
     double: bool = False
 
     def is_odd(self, number: int) -> bool:

@@ -23,14 +23,23 @@ from canzona_compile.rehearsal.endless import Endless, Lines, NoCrash, unfinishe
 from canzona_compile.rehearsal.operators import InDouble, Operators
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.replica.copies import CachedCalls
-from canzona_compile.replica.external_counters import Counter, counts_of
-from canzona_compile.replica.homes import homes_of, hypers
+from canzona_compile.replica.external_counters import Counter, Counts, counts_of
+from canzona_compile.replica.homes import homes_of, hypers, own_attributes
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, Label, Snapshot, bits_of, changed
-from canzona_compile.replica.twin import as_written, step_plainly
-from canzona_compile.tensors import memory_of, plain_attributes
+from canzona_compile.replica.twin import (
+    LOOSE,
+    Loose,
+    as_written,
+    blank_scratch,
+    make_tensors,
+    may_be_scratch,
+    scratch_of,
+    step_plainly,
+)
+from canzona_compile.tensors import memory_of, plain_attributes, storage_of
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
@@ -110,6 +119,8 @@ class RehearsedSteps:
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
         drew: whether they drew from torch's own generators.
         draws_elsewhere: whether they drew from one that is neither torch's own nor held by the optimizer.
+        loose: which attributes with tensors without dims they wrote, and which hyperparameters they made tensors.
+        numbers: by step, what such attributes held after it.
         operators: what the first of them called.
         error: what ended the run early; None if it took all steps.
     """
@@ -128,6 +139,8 @@ class RehearsedSteps:
     returned: list[Any] = field(default_factory=list)
     drew: bool = False
     draws_elsewhere: bool = False
+    loose: Loose = field(default_factory=Loose)
+    numbers: list[Any] = field(default_factory=list)
     operators: Operators = field(default_factory=lambda: Operators())
     error: Exception | None = None
 
@@ -139,7 +152,8 @@ def take(optimizer: Optimizer, scenario: Scenario, step_of: StepOf = plainly) ->
     """
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     with seeded(device) as drew, InDouble() if scenario.double else contextlib.nullcontext():
-        small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+        small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.counts)
+        LOOSE[small.optimizer] = scenario.loose
         for param in small.params if scenario.double else ():
             param.grad_dtype = param.dtype
         with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
@@ -177,7 +191,10 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], asks: boo
         given = gradients.give(number)
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
-        before = counts_of(small.optimizer)
+        make_tensors(small.optimizer)
+        vars(small.optimizer).update(blank_scratch(vars(small.optimizer), small.optimizer))
+        found.operators.unwritten = {storage_of(tensor): tensor for tensor in scratch_of(small.optimizer).values()}
+        before, numbers = counts_of(small.optimizer), numbers_on(small.optimizer)
         try:
             with watched(small, scenario, number, lines, found, asks):
                 found.returned.append(step())
@@ -197,6 +214,10 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], asks: boo
         found.writes_gradients |= any(p.grad is not own or written(own, old) for p, own, old in given)
         found.keeps_gradients |= any(p.grad is not None for p, _, _ in given)
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
+        found.loose.made.update(made_of(before, small.optimizer))
+        now = numbers_on(small.optimizer)
+        found.loose.scratch.update(name for name, held in now.items() if held != numbers.get(name))
+        found.numbers.append({name: [bits for bits, *_ in held] for name, held in now.items()})
         for param in small.params:
             param.grad = None
         walk = walk_of(small.optimizer, small.params, small.label)
@@ -270,6 +291,22 @@ def watched(
         yield
 
 
+def made_of(before: Counts, optimizer: Optimizer) -> dict[str, tuple[torch.dtype, torch.device]]:
+    """The hyperparameters that are tensors now of what was a number, with dtype and device."""
+    return {
+        key: (value.dtype, value.device)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if may_be_scratch(value) and Counter("group", key) in before
+    }
+
+
+def numbers_on(optimizer: Optimizer) -> dict[str, list[tuple[Any, ...]]]:
+    """The 0-d tensors in attributes of an optimizer, by name: the bits of each, its id and its version."""
+    leaves = {name: pytree.tree_leaves(value) for name, value in own_attributes(optimizer).items()}
+    return {name: [(bits_of(x), id(x), x._version) for x in own if may_be_scratch(x)] for name, own in leaves.items()}
+
+
 def written(grad: Tensor | None, before: Tensor | None) -> bool:
     """Tell whether the bits of a gradient changed."""
     return grad is not None and before is not None and bits_of(grad) != bits_of(before)
@@ -296,6 +333,8 @@ def walk_of(optimizer: Optimizer, params: Sequence[Tensor], label: Label) -> Sna
         walk.found.update(values.found)
         walk.add(f"the state of parameter {i}", optimizer.state.get(param) or {})
         walk.add(f"the attributes of parameter {i}", vars(param))
+    scratch = scratch_of(optimizer)
     for home, entries in homes_of(optimizer).items():
+        walk.label = (lambda x: "scratch" if id(x) in scratch else label(x)) if home == "self" else label
         walk.add_home(home, entries)
     return walk

@@ -18,7 +18,7 @@ from canzona_compile.replica.copies import with_own_containers
 from canzona_compile.replica.homes import hypers, odd_state, own_attributes
 from canzona_compile.replica.leaves import state_leaves
 from canzona_compile.replica.snapshot import Snapshot, known_parameters, parameter_label
-from canzona_compile.replica.twin import as_written, step_plainly
+from canzona_compile.replica.twin import as_written, scratch_of, step_plainly
 
 Home = Literal["group", "self", "state"]
 
@@ -66,8 +66,11 @@ def changed_places(twin: Optimizer, others: Sequence[str]) -> list[str]:
 def surroundings(twin: Optimizer) -> dict[Counter, Any]:
     """Record everything that an optimizer holds outside of the state of its parameters."""
     found: dict[Counter, Any] = {}
+    scratch = scratch_of(twin)
     for home, values in around(twin):
         for name, value in state_leaves(values):
+            if id(value) in scratch:
+                continue
             if isinstance(value, Tensor):
                 found[Counter(home, name)] = id(value), value._version
             elif isinstance(value, int | float | str | torch.SymInt | torch.SymFloat):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf
 from canzona_compile.replica.copies import Copies, copy_closures
-from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
-from canzona_compile.replica.snapshot import parameter_label
+from canzona_compile.replica.homes import HOOKS, copied_attributes, homes_of, hypers, odd_state
+from canzona_compile.replica.snapshot import Snapshot, parameter_label
 from canzona_compile.tensors import MARKS, local_part, made_of, user_attributes
 
+BLOCKS = (8, 16, 32, 64)  # numbers that code may divide sizes by without holding them
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
 LARGEST_NUMBER = 2**31  # of those that are no ids and no addresses
 PLAIN = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -43,6 +44,7 @@ class Miniature:
         chosen: which of its parameters the copy holds. Groups of which it holds none are left out. Others are made
             small, too, where something that the optimizer holds may lead to them.
         stateful: whether they have state: small copies of that of the real ones. If not, they have none.
+        counts: numbers that divide small sizes, see `small_sizes`.
 
     Attributes:
         optimizer: the copy, an object of the class that the user wrote.
@@ -51,14 +53,19 @@ class Miniature:
         label: names its parameters and their ids, and the copy, for a `Snapshot`.
     """
 
-    def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False) -> None:
+    def __init__(
+        self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, counts: Collection[int] = ()
+    ) -> None:
         own, odd, groups = copied_attributes(optimizer), odd_state(optimizer), list(map(hypers, optimizer.param_groups))
         self.optimizer: Optimizer = object.__new__(class_as_written(plain_class(optimizer)))
         real = [p for group in optimizer.param_groups for p in group["params"]]
-        sizes, on_params = small_sizes(p.shape for p in real), [public(p) for p in real]
+        sizes, on_params = small_sizes((p.shape for p in real), counts), [public(p) for p in real]
+        own_params = [optimizer.param_groups[g]["params"][i] for g, places in enumerate(chosen) for i in places]
         if not stateful and not may_lead_to_tensors([own, groups, on_params, odd]):
-            real = [optimizer.param_groups[g]["params"][i] for g, places in enumerate(chosen) for i in places]
-        small_of = {id(p): small(p, sizes) for p in real}
+            real = own_params
+        # Others are held, and do not step: larger ones than the smallest have no memory.
+        known_only = set(map(id, real)) - set(map(id, own_params)) if counts else ()
+        small_of = {id(p): small(p, sizes, "meta" if id(p) in known_only else p.device) for p in real}
         large = [*large_tensors(own), *(t for p in real for t in tensors_on(p))]
         blanks = [(tensor, blank(tensor, sizes)) for tensor in large]
         copies = Copies()
@@ -105,18 +112,38 @@ def may_lead_to_tensors(value: Any) -> bool:
     return type(value) not in PLAIN
 
 
-def small_sizes(shapes: Iterable[Shape]) -> dict[int, int]:
-    """Map all sizes to small ones: in the same order, different ones to different ones, 1 to 1."""
+def small_sizes(shapes: Iterable[Shape], counts: Collection[int] = ()) -> dict[int, int]:
+    """Map all sizes to small ones: in the same order, different ones to different ones, 1 to 1.
+
+    Args:
+        counts: those of them that divide a size divide the small one, too, at least twice if they are not the size.
+    """
     found: dict[int, int] = {0: 0, 1: 1}
+    last = 1
     for k, size in enumerate(sorted({n for shape in shapes for n in shape if n > 1})):
-        found[size] = min(size, 4 + 2 * k)
+        unit = math.lcm(*(n for n in counts if n > 0 and size % n == 0))
+        least = max(4 + 2 * k, last + 1, 2 * unit if unit > 1 else 0)
+        last = found[size] = min(size, -(-least // unit) * unit)
     return found
 
 
-def small(param: Tensor, sizes: Mapping[int, int]) -> nn.Parameter:
-    """Make a small parameter with the dtype, device and order of strides of a parameter."""
+def counts_in(optimizer: Optimizer) -> frozenset[int]:
+    """What the code of an optimizer may divide sizes by: whole numbers that it holds, such as that of heads, the sum of
+    each list or dict of them, such as the sizes of parts, and `BLOCKS`."""
+    walk, sums = Snapshot(lambda value: "a tensor" if isinstance(value, Tensor) else None), Counter[str]()
+    for home, entries in homes_of(optimizer).items():
+        walk.add_home(home, entries)
+    walk.add("of parameters", [public(vars(p)) for group in optimizer.param_groups for p in group["params"]])
+    numbers = {place: found[1] for place, found in walk.found.items() if found[0] == "int"}
+    for place, number in numbers.items():
+        sums[place.rpartition("[")[0]] += number
+    return frozenset((*numbers.values(), *sums.values(), *BLOCKS))
+
+
+def small(param: Tensor, sizes: Mapping[int, int], device: torch.device | str) -> nn.Parameter:
+    """Make a small parameter with the dtype and order of strides of a parameter."""
     shape = [sizes[n] for n in param.shape]
-    made = torch.ones(shape, dtype=param.dtype, device=param.device)
+    made = torch.ones(shape, dtype=param.dtype, device=device)
     if not isinstance(param, DTensor) and not param.is_contiguous() and made.numel():
         strides = param.stride()
         order = sorted(range(param.ndim), key=lambda d: -strides[d])

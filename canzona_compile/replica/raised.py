@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -36,6 +36,8 @@ FALLIBLE = {
     "linalg_lstsq",
     "cholesky",
 }
+
+Said = TypeVar("Said", bound=CanzonaError)
 
 
 class Untraceable(Exception):
@@ -246,6 +248,27 @@ def note_rank(rank: int, error: Exception) -> None:
     """Say on which rank a step failed, below an error that is the optimizer's or torch's and does not say it."""
     if not isinstance(error, CanzonaError):
         error.add_note(f"canzona_compile: this was raised by the step of rank {rank}")
+
+
+def as_its_own(error: BaseException, said: Said) -> Said:
+    """Let an error of ours be of the class of an optimizer's own error, too, because users catch that one."""
+    ours, theirs = type(said), type(error)
+    members = {
+        "__module__": ours.__module__,
+        "__doc__": ours.__doc__,
+        "__reduce__": lambda one: (ours, (one.problem,), vars(one)),  # which pickle finds by its name
+    }
+    if isinstance(said, theirs):
+        return said
+    with contextlib.suppress(TypeError):  # its class cannot have another base
+        said = type(ours.__name__, (ours, theirs), members)(said.problem, at=said.at, hint=said.hint)
+    return said
+
+
+def is_meant(error: BaseException) -> bool:
+    """Tell whether a statement of the optimizer's code raises an error, and no operation that fails there."""
+    last = [*frames_behind(error)][-1:]
+    return any(is_optimizer(Path(f.filename)) and (f.line or "").startswith(("raise ", "assert ")) for f in last)
 
 
 def blamed(error: BaseException) -> str:

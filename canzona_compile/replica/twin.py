@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.compat.optimizer_class import class_as_written, plain_class, plain_step, required_arguments
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.homes import odd_state
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """Tensors without dims in which steps hold numbers, so that kernels are not compiled anew for every number.
+
+    Attributes:
+        scratch: the attributes with floats that steps write before they read them, and that depend on no gradient. A
+            twin has its own, so those of the optimizer stay as they are.
+        made: the hyperparameters that steps make tensors of: dtype and device.
+    """
+
+    scratch: set[str] = field(default_factory=set)
+    made: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)
+
+
+LOOSE: MutableMapping[Optimizer, Loose] = WeakIdKeyDictionary()  # what rehearsals have seen
 
 
 def check_step_signature(kind: type[Optimizer]) -> None:
@@ -59,15 +80,47 @@ def make_twin(
     twin.param_groups = [{**first, **group, "params": list(params)}]
     twin.state = defaultdict(dict, {} if state is None else state)
     twin.state.update(odd_state(optimizer))
+    if optimizer in LOOSE:
+        LOOSE[twin] = LOOSE[optimizer]
     return twin
 
 
 def rebound(attributes: Mapping[str, Any], optimizer: Optimizer, twin: Optimizer) -> dict[str, Any]:
     """Return attributes of an optimizer for a twin, whose methods step the twin where they stepped the optimizer."""
-    return {
+    own = {
         k: types.MethodType(v.__func__, twin) if isinstance(v, types.MethodType) and v.__self__ is optimizer else v
         for k, v in attributes.items()
     }
+    return {**own, **blank_scratch(own, optimizer)}
+
+
+def blank_scratch(attributes: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return those of the attributes that hold scratch of an optimizer, with new tensors of NaN in its place."""
+
+    def blank(value: Any) -> Any:
+        return torch.full((), math.nan, dtype=value.dtype, device=value.device) if may_be_scratch(value) else value
+
+    names = LOOSE[optimizer].scratch & attributes.keys() if optimizer in LOOSE else ()
+    return {name: pytree.tree_map(blank, attributes[name]) for name in names}
+
+
+def may_be_scratch(value: Any) -> bool:
+    """Tell whether a value is a float as a tensor without dims."""
+    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+def scratch_of(optimizer: Optimizer) -> dict[int, Tensor]:
+    """The scratch of an optimizer, by identity."""
+    held = [vars(optimizer).get(name) for name in LOOSE[optimizer].scratch] if optimizer in LOOSE else []
+    return {id(value): value for value in pytree.tree_leaves(held) if may_be_scratch(value)}
+
+
+def make_tensors(optimizer: Optimizer) -> None:
+    """Make tensors of hyperparameters as steps do, which would do it on twins alone."""
+    for key, (dtype, device) in LOOSE[optimizer].made.items() if optimizer in LOOSE else ():
+        for group in optimizer.param_groups:
+            if isinstance(group.get(key), int | float):
+                group[key] = torch.full((), group[key], dtype=dtype, device=device)
 
 
 def step_plainly(twin: Optimizer, **arguments: Any) -> Any:

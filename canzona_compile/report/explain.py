@@ -104,7 +104,14 @@ def bits_of(session: Session) -> str:
 
 def explained(session: Session) -> tuple[ExplainedParameter, ...]:
     """Tell how each parameter is updated: by the plan in use, or before the first step by a plan made for this."""
-    return _explained_ahead(session) if session.driver is None else tuple(rows_of(session.driver.plan))
+    if session.driver is not None:
+        return tuple(rows_of(session.driver.plan))
+    groups, before = session.optimizer.param_groups, list(map(dict, session.optimizer.param_groups))
+    try:
+        return _explained_ahead(session)
+    finally:  # steps may make tensors of hyperparameters, but this takes none
+        for group, old in zip(groups, before, strict=True):
+            group.update(old)
 
 
 def _explained_ahead(session: Session) -> tuple[ExplainedParameter, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, ON_HOST, Family, pieces_of
+from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, ON_HOST, REFUSED, Family, pieces_of
 
 attributes = Family("attributes", EQUAL)
 
@@ -110,6 +110,52 @@ for name, direction, expected in (
         scale='1 - group["beta"]',
         then='state["z"].sub_(update * group["lr"])',
     )
+# -- scratch: a tensor that each step fills before it reads it, so that a kernel is not compiled for every number -----
+
+SCRATCH = {"begin": "self.rate = torch.tensor(0.0)", "times": "self.rate", "rate": "1.0"}
+TWO_RATES = {"groups": "halves(params, {'lr': 0.1}, {'lr': 0.03})"}
+FILLED = 'self.rate.fill_(group["lr"] * len(param) ** 0.5)'
+LOWERED = 'optimizer.param_groups[-1]["lr"] = 0.1 / (1 + step)'
+attributes("scratch-filled", **SCRATCH, **TWO_RATES, param=FILLED, every=LOWERED)
+attributes("scratch-in-a-dict", **TWO_RATES, param=FILLED.replace("self.rate", 'self.held["rate"]'), every=LOWERED)("""
+    begin: self.held = {"rate": torch.tensor(0.0), "factors": [1.0, 2.0]}
+    rate: self.held["factors"][1]
+    times: self.held["rate"]
+""")
+attributes("scratch-made-anew", **SCRATCH, **TWO_RATES, param='self.rate = torch.tensor(group["lr"])', every=LOWERED)
+# What looks like it, and is not.
+attributes("scratch-filled-after-use", REFUSED, **SCRATCH, then=FILLED, says="changes self.rate")
+attributes("scratch-filled-once", REFUSED, **SCRATCH, **TWO_RATES, step='self.rate.fill_(self.param_groups[0]["lr"])')
+attributes("scratch-counts", REFUSED, **SCRATCH, says="changes self.ticks")("""
+    begin:
+        self.rate, self.ticks = torch.tensor(0.0), torch.tensor(0.0)
+    step: self.ticks.add_(1.0)
+    param: self.rate.fill_(group["lr"] if self.ticks < 1000 else 0.0)
+""")
+attributes("scratch-holds-a-norm", EITHER, **SCRATCH, param="self.rate.copy_(0.1 / grad.norm())")
+attributes("scratch-sums-norms", REFUSED, **SCRATCH, says="changes self.rate")("""
+    step:
+        self.rate.zero_()
+        for other in self.param_groups[0]["params"]:
+            self.rate.add_(other.grad.norm() if other.grad is not None else 0.0)
+        self.rate.copy_(0.1 / self.rate.clamp(min=1e20))
+""")
+
+# -- a hyperparameter that the step makes a tensor -------------------------------------------------
+
+TENSOR_RATE = {"group": 'if not isinstance(group["lr"], torch.Tensor): group["lr"] = torch.tensor(group["lr"])'}
+attributes("rate-made-a-tensor", **TENSOR_RATE, rate="1.0", times='group["lr"]', **TWO_RATES, every=LOWERED, steps=5)
+# It fills a tensor of its own with it, and finds that by the number of the group, which a copy may not have.
+attributes("rate-in-a-tensor-of-its-own", rate="1.0", times='group["lr"]', **TWO_RATES, every=LOWERED, steps=5)("""
+    begin: self.rates = {}
+    group:
+        own = self.rates.get(number)
+        if group["lr"] is not own:
+            own = self.rates.setdefault(number, torch.tensor(0.0))
+            own.copy_(group["lr"]) if isinstance(group["lr"], torch.Tensor) else own.fill_(group["lr"])
+            group["lr"] = own
+""")
+
 attributes("hook-before-step", **SCALED)("""
     after:
         handed = iter(range(1, 100))

@@ -61,6 +61,29 @@ sizes("blocks-of-16-rows", **MIXED)("""
     update:
 """)
 
+# Steps that small parameters of any size would not do for. They count, so that a tiny parameter takes each of them.
+COUNTED = {"hypers": "ticks=0", "group": 'group["ticks"] += 1'}
+FUSED = {"shapes": ((24, 6), (12, 9), (24, 6), (12, 9))}
+sizes("heads-that-divide-rows", **{**COUNTED, "hypers": "ticks=0, heads=4"}, **FUSED)("""
+    param:
+        if len(param) % group["heads"]:
+            raise ValueError(f"{group['heads']} heads do not divide {tuple(param.shape)}")
+        heads = grad.view(group["heads"], -1, grad.shape[1])
+        update = torch.cat([cube(head) for head in heads])
+""")
+PARTS = "halves(params, {'parts': (8, 2, 2)}, {'parts': [5, 4]})"
+sizes("parts-that-sum-to-rows", groups=PARTS, **COUNTED, shapes=((12, 6), (12, 9), (9, 6), (9, 12)))("""
+    param:
+        if sum(group["parts"]) != len(param):
+            raise ValueError(f"the parts {group['parts']} are not {tuple(param.shape)}")
+        update = torch.cat([cube(part) for part in grad.split(tuple(group["parts"]))])
+""")
+sizes("rows-of-eight", **COUNTED, shapes=((24, 6), (16, 9), (24, 6), (16, 9)))("""
+    param:
+        assert len(param) % 8 == 0, "blocks have eight rows"
+        update = torch.cat([cube(block) for block in grad.split(8)])
+""")
+
 
 def outside(name: str, says: str, **pieces: Any) -> Said:
     """Large matrices change what lies outside."""
