@@ -18,6 +18,7 @@ from canzona_compile.compat.torch_private import calls_outside_dynamo, outside_d
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step
+from canzona_compile.replica.raised import freed_on_error
 from canzona_compile.session.session import Session, all_ready
 from canzona_compile.session.siblings import Siblings
 
@@ -141,7 +142,7 @@ class CanzonaChain(Chain):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all optimizers in order, see `Chain.step`."""
         loss = loss_of(closure)
-        with self.canzona.ready():
+        with freed_on_error(), self.canzona.ready():
             self.step_all()
         return loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -286,7 +287,7 @@ class Zero1Canzona(Canzona):
         with self.sessions[0].turns.take("measure()"):
             for session in self.sessions:
                 clock = session.measuring.begin(steps, session.device)
-                session.measuring.at_end = partial(self.zero1.end_measure, clock)  # unless another optimizer goes on
+                session.measuring.at_end = partial(Zero1.end_measure, weakref.proxy(self.zero1), clock)
                 self.zero1.measure(clock)
 
     def clip_grad_norm_(

@@ -17,8 +17,10 @@ from canzona_compile.api.handle import Canzona
 from canzona_compile.compat.torch_private import outside_dynamo
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.options import Options
+from canzona_compile.replica.raised import freed_on_error
 from canzona_compile.replica.twin import check_step_signature
 from canzona_compile.session.checkpoints import fitted
+from canzona_compile.session.params import check_differentiable
 from canzona_compile.session.session import Session
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -49,6 +51,7 @@ def check_wrappable(optimizer: Optimizer) -> None:
             "ZeroRedundancyOptimizer communicates by itself",
             hint="use the plain optimizer class inside it, and pass replicate= to wrap",
         )
+    check_differentiable(optimizer)
 
 
 def attach(optimizer: Opt, handle: Canzona) -> Opt:
@@ -94,7 +97,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
             self.canzona.session.capture.check_closure()
             with torch.enable_grad():
                 loss = closure()
-        with self.canzona.shown():
+        with freed_on_error(), self.canzona.shown():
             new = self.canzona.session.step()
         if new:
             self.canzona.log_headline()

@@ -48,7 +48,7 @@ def as_recorder() -> Iterator[None]:
     if getattr(_recording, "inside", False):
         yield
         return
-    with interrupts_later(), torch.no_grad(), undecomposed(), outside_modes(), contextlib.ExitStack() as traces:
+    with interrupts_later(), torch.no_grad(), set_for_recordings(), outside_modes(), contextlib.ExitStack() as traces:
         _recording.inside, _recording.traces = True, traces
         try:
             with at_start_of_traces(set_up_trace):
@@ -95,14 +95,20 @@ def isolation() -> dict[str, Any]:
 
 
 @functools.cache  # making it takes longer than entering it
-def undecomposed() -> contextlib.AbstractContextManager[Any]:
+def set_for_recordings() -> contextlib.AbstractContextManager[Any]:
     """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise.
 
     Nor does it look whether its backend is one of those that it knows, which it loads all for that. What `.item()`
-    reads, as of a counter in the state, does not break the graph: that shows whether the step is elementwise.
+    reads, as of a counter in the state, does not break the graph: that shows whether the step is elementwise. Nor does
+    it count recompiles: after a break it compiles the helpers of a step, of which all optimizers of a process have the
+    same.
     """
     return set_in_dynamo(
-        enable_dynamo_decompositions=False, invalidate_compile_context_weakrefs=False, capture_scalar_outputs=True
+        enable_dynamo_decompositions=False,
+        invalidate_compile_context_weakrefs=False,
+        capture_scalar_outputs=True,
+        recompile_limit=2**31,
+        accumulated_recompile_limit=2**31,
     )
 
 

@@ -8,6 +8,7 @@ which values of lr, momentum and so on. So guards, recompiles and dynamic scalar
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -39,9 +40,12 @@ class DynamoRecorder(StepRecorder):
         """Compile the twin's step, which traces nothing yet."""
         self._asked: tuple[Variant, Scalars] | None = None
         self._returned: tuple[Any, ...] = ()
+        backend: Any = weakref.WeakMethod(self._backend)  # Dynamo keeps all backends for the life of the process
         # What users compiled would, after a break, run machine code on fake tensors, which have no memory.
         self._step = compiled(
-            plain_step(type(self.twin)), self.note.noting(self._backend), unbroken=self.calls_compiled
+            plain_step(type(self.twin)),
+            self.note.noting(lambda gm, examples: backend()(gm, examples)),
+            unbroken=self.calls_compiled,
         )
         for tensor, _ in self.tensors():
             mark_static(tensor)
@@ -75,25 +79,27 @@ class DynamoRecorder(StepRecorder):
         examples = [n.meta.get("example_value") for n in inputs]
         names = [self.own_name(scalar_name(n.target)) for n in inputs]
         found: list[Variant] = []
+        own: Any = weakref.ref(self)  # Dynamo puts `call` into the globals of the step until its code is freed
 
         def call(*args: Any) -> tuple[Any, ...]:
             if changed:
                 raise Untraceable(f"its step changes settings of torch ({changed})")
-            if self._asked is not None:
+            recorder: DynamoRecorder = own()
+            if recorder._asked is not None:
                 raise Untraceable("the step breaks into several graphs with tensor work")
             values = {i: n for i, a in enumerate(args) if (n := number(a)) is not None}
 
             def make() -> Variant:
-                graph, baked = self.traced(gm, static, examples, values, names)
-                sources = [self.source(t, "constant") for t in static.values()]
-                sources += [self.source(a, name) for a, name in zip(args, names, strict=True)]
+                graph, baked = recorder.traced(gm, static, examples, values, names)
+                sources = [recorder.source(t, "constant") for t in static.values()]
+                sources += [recorder.source(a, name) for a, name in zip(args, names, strict=True)]
                 return Variant.of(graph, sources, len(returned), baked)
 
-            variant = self.variant_for(found, values, make)
-            self._asked = variant, {names[i]: value for i, value in values.items()}
+            variant = recorder.variant_for(found, values, make)
+            recorder._asked = variant, {names[i]: value for i, value in values.items()}
             given = dict(zip(inputs, args, strict=True))
-            self._returned = tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)
-            return self._returned
+            recorder._returned = tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)
+            return recorder._returned
 
         return self.note.noting(call)
 

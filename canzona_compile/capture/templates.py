@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from canzona_compile.capture.dispatch_recorder import DispatchRecorder
@@ -20,7 +19,7 @@ from canzona_compile.capture.recording import READS_NUMBERS
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of
 from canzona_compile.compat.interrupts import interrupted_here, uninterrupted
-from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.optimizer_class import HeldOptimizer, plain_class
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.nodes import interpreted_template
 from canzona_compile.eager.own_object import Maker
@@ -54,7 +53,7 @@ COMPILED_BY_USERS = "its step calls functions that the user compiled, which roun
 class Capture:
     """Captures each kind of parameter of one optimizer once, and each variant of its step once."""
 
-    optimizer: Optimizer
+    optimizer: HeldOptimizer = HeldOptimizer()  # noqa: RUF009 - a descriptor
     maker: Maker | None = None  # of `one_per_matrix=`
     kinds: dict[KindKey, ParamKind] = field(default_factory=dict)
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states

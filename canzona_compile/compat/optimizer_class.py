@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
@@ -10,11 +11,31 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from canzona_compile.errors import CanzonaError
+
 # Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
 # business here, once per step and not once per parameter.
 TORCH_DECORATORS = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
 
 MADE_BY_TORCH = "_TorchDynamoContext.__call__."  # how the names of functions begin that `torch.compile` returned
+
+
+class HeldOptimizer:
+    """An attribute that is an optimizer, and no cycle that keeps its state in memory until Python looks for garbage."""
+
+    def __get__(self, holder: Any, kind: Any = None) -> Optimizer:
+        if holder is None:
+            raise AttributeError("optimizer")  # so that a dataclass finds no default
+        found: Optimizer | None = vars(holder)["_optimizer"]()
+        if found is None:
+            raise CanzonaError(
+                "the wrapped optimizer was freed, and what it had as .canzona is of no use without it",
+                hint="keep the optimizer itself as long as you use optimizer.canzona",
+            )
+        return found
+
+    def __set__(self, holder: Any, optimizer: Optimizer) -> None:
+        vars(holder)["_optimizer"] = weakref.ref(optimizer)
 
 
 def plain_class(optimizer: Optimizer) -> type[Optimizer]:

@@ -266,8 +266,8 @@ def extras() -> list[tuple[Any, str, Any]]:
         (graph_region_tracker, "InputPickler", lambda real: lambda: MadeLater(real)),
         # How long guards take, for a log. It empties the caches of the processor to find out.
         (guards, "profile_guard_manager", lambda _: lambda *_arguments: 0.0),
-        # Files of torch that messages leave out.
-        (symbolic_shapes, "uninteresting_files", lambda _: frozenset),
+        # Files of torch that messages leave out. A function of this one would hold its own frame, and all around it.
+        (symbolic_shapes, "uninteresting_files", lambda _: lambda: frozenset({symbolic_shapes.__file__})),
         (output_graph, "uninteresting_files", lambda _: frozenset),
         # What Dynamo does beside a graph, for exports.
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -80,7 +81,8 @@ class Zero1:
         engine: Zero1 = weakref.proxy(self)
         memory = BucketMemory(max(b.starts[-1] * t.itemsize for b in self.buckets for t in (b.dtype, wire or b.dtype)))
         self.gathering = Gathering(filling, group, agreement, memory)
-        self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
+        settle = partial(Zero1.synchronize, engine)
+        self.forward = ForwardHooks(model, self.gathering, settle) if gather == "forward" else None
         self.reduction = Reduction(self.gathering, self.forward, wire, agreement, engine, zeros)
         self._held = [frozenset(names) for names in filling.names]
         self._trained = {id(fragment.param) for fragment in self.fragments.values()}

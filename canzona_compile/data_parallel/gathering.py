@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -72,7 +73,7 @@ class Gathering:
     def __init__(self, filling: Filling, group: DataParallelGroup, agreement: Agreement, memory: BucketMemory) -> None:
         self.filling, self.group, self.memory = filling, group, memory
         device = self.filling.holder(self.filling.buckets[0].slices[0]).param.device
-        self._watch = Waiter(agreement.listeners, device, BROKEN, self._tell)
+        self._watch = Waiter(agreement.listeners, device, BROKEN, partial(Gathering._tell, weakref.proxy(self)))
         self._waits: WaitingRanks | None = None
         if agreement.channel is not None:
             self._waits = WaitingRanks(agreement.channel, agreement.name)

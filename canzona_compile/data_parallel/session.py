@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -57,7 +58,8 @@ class OwnerSession(Session):
         whole: Agreement,
     ) -> None:
         super().__init__(capture.optimizer, options, capture=capture)
-        self._engine, self._model_plan, self._bound = engine, model_plan, bound
+        self._engine: Zero1 = weakref.proxy(engine)  # which holds this session
+        self._model_plan, self._bound = model_plan, bound
         self.fragments = tuple(engine.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
         self.group_of = {b.name: b.param_group for b in bound.values()}
         self._whole = whole

@@ -52,21 +52,20 @@ def step_alone(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, st
 class Shadow:
     """A twin of an optimizer with tiny parameters, whose counts the optimizer takes over."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self) -> None:
         self._random = torch.Generator().manual_seed(0)
         self._params: list[Tensor] = []
         self._sizes: dict[int, int] = {}  # of parameters that are not as tiny, if the step fails for the tiniest
         self._state: dict[Tensor, dict[str, Any]] = {}
 
-    def count(self) -> None:
+    def count(self, optimizer: Optimizer) -> None:
         """Take a step, and show what it counted. Groups without gradients do not step."""
-        groups = self.optimizer.param_groups
+        groups = optimizer.param_groups
         self._params += [tiny(group["params"], self._sizes) for group in groups[len(self._params) :]]
         for param, group in zip(self._params, groups, strict=True):
             some = any(p.grad is not None for p in group["params"])
             param.grad = torch.randn(param.shape, generator=self._random, device="cpu").to(param) if some else None
-        twin = make_twin(self.optimizer, {}, [], self._state)
+        twin = make_twin(optimizer, {}, [], self._state)
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
         try:
@@ -75,12 +74,12 @@ class Shadow:
         except Exception:  # whatever the optimizer's code raises for the tiniest
             if self._sizes:
                 raise
-            self._sizes = small_sizes((p.shape for g in groups for p in g["params"]), counts_in(self.optimizer))
+            self._sizes = small_sizes((p.shape for g in groups for p in g["params"]), counts_in(optimizer))
             self._params, self._state = [], {}
-            self.count()
+            self.count(optimizer)
             return
         self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
-        homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]
+        homes: list[dict[Any, Any]] = [vars(optimizer), optimizer.state, *groups]
         for home, old, (_, new) in zip(homes, before, around(twin), strict=True):
             changed = {k: v for k, v in new.items() if isinstance(v, int | float) and (k not in old or old[k] != v)}
             home.update(changed)

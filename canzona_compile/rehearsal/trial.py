@@ -65,7 +65,7 @@ def apart(optimizer: Optimizer, counters: bool, in_order: bool) -> Callable[[], 
             first, so that what one step leaves to the next shows.
     """
     params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    shadow = Shadow(optimizer)
+    shadow = Shadow()
 
     def step() -> None:
         group_of = [group for group in optimizer.param_groups for _ in group["params"]]
@@ -77,7 +77,7 @@ def apart(optimizer: Optimizer, counters: bool, in_order: bool) -> Callable[[], 
                     with without_function_modes():
                         drop_gradients(params)  # that the step gave to others
         if counters:
-            shadow.count()
+            shadow.count(optimizer)
 
     return step
 

@@ -65,19 +65,22 @@ class Note:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Around a trial: raise what its code caught."""
+        """Around a trial: raise what its code caught, and forget it, because it holds all that called the trial."""
         self.error = None
         try:
-            yield
-        except BaseException:
+            try:
+                yield
+            except BaseException:
+                self._raise_refusal()
+                raise
             self._raise_refusal()
-            raise
-        self._raise_refusal()
-        if isinstance(self.error, Swallowed):
-            raise self.error
-        if self.error is not None:
-            problem = f"its step catches an error that only its capture has: {first_line(self.error)}"
-            raise Swallowed(f"{problem}{blamed(self.error)}") from self.error
+            if isinstance(self.error, Swallowed):
+                raise self.error
+            if self.error is not None:
+                problem = f"its step catches an error that only its capture has: {first_line(self.error)}"
+                raise Swallowed(f"{problem}{blamed(self.error)}") from self.error
+        finally:
+            self.error = None
 
     def _raise_refusal(self) -> None:
         if isinstance(self.error, CanzonaError):
@@ -281,6 +284,22 @@ def blamed(error: BaseException) -> str:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         last.append(" (inside of torch.autocast, which computes products in another dtype: step outside of it)")
     return "".join(last)
+
+
+@contextlib.contextmanager
+def freed_on_error() -> Iterator[None]:
+    """Around a step: if it fails, drop what the frames of this package hold, the optimizer and mostly the error too."""
+    try:
+        yield
+    except BaseException as error:
+        errors: list[BaseException] = [error]
+        for own in errors:
+            for frame, _ in traceback.walk_tb(own.__traceback__):
+                if MACHINERY[1] in Path(frame.f_code.co_filename).parents:
+                    with contextlib.suppress(RuntimeError):  # it runs still
+                        frame.clear()
+            errors += [e for e in (own.__cause__, own.__context__) if e is not None and e not in errors]
+        raise
 
 
 def frames_behind(error: BaseException) -> Iterator[traceback.FrameSummary]:

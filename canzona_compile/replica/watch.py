@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import HeldOptimizer
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 from canzona_compile.ir.storage import Stored
 from canzona_compile.replica.homes import own_attributes
@@ -38,6 +39,8 @@ class ChangeWatch:
         own_objects: whether owner ranks have an optimizer object per matrix. These follow parameter groups and the
             memory of parameters, wherever else the optimizer holds them.
     """
+
+    optimizer = HeldOptimizer()
 
     def __init__(self, optimizer: Optimizer, own_objects: bool = False) -> None:
         self.optimizer, self.own_objects = optimizer, own_objects

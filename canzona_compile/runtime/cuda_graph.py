@@ -18,6 +18,7 @@ replays (`NCCL_GRAPH_REGISTER`; NCCL#2389). Nor does NCCL shut down while a reco
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -40,7 +41,7 @@ MOST_CHANGES = 2  # of what operators of a stretch keep
 MOST_FAILURES = 3  # of recordings; later ones may find more memory
 PAUSE = 20  # steps from a recording that failed to the next one
 
-Look = tuple[str, int]  # what a recording depends on: "number", "address" or "lies" of an input, or "precision"
+Look = tuple[str, int]  # what a recording depends on: "number", "address" or "lies" of an input; "precision", "thread"
 PRECISION: Look = ("precision", -1)  # of products of float32 matrices; see `precision_now`
 
 
@@ -48,6 +49,7 @@ class Recorder(Protocol):
     """Records stretches; a `GraphRecorder` on CUDA."""
 
     def make_room(self) -> None: ...
+    def take_turn(self) -> None: ...
     def record(self, run: Run, stream: str) -> Run: ...
 
 
@@ -129,6 +131,7 @@ class Replay:
             self._follow(arguments)
         match self.state:
             case ReplayState.REPLAYED:
+                self.recorder.take_turn()
                 with self.entered():
                     self.cut.run(arguments, self._replay)
             case ReplayState.WATCHED | ReplayState.PAUSED if not self._left and self._may_record(arguments):
@@ -161,7 +164,7 @@ class Replay:
 
     def _look(self, arguments: Sequence[Any]) -> dict[Look, Hashable]:
         """Find what a recording of this step would keep of it, and where tensors are that words tell kernels."""
-        seen: dict[Look, Hashable] = {PRECISION: precision_now()}
+        seen: dict[Look, Hashable] = {PRECISION: precision_now(), ("thread", -1): threading.get_ident()}  # its memory
         self._places = {}
         for i in self._inputs:
             value = arguments[i]
@@ -267,6 +270,7 @@ class Replay:
                 recorded[stretch] = StretchRecording(replay, {n: values[n] for n in stretch.outputs if n in wanted})
 
         self.recorder.make_room()
+        self.recorder.take_turn()
         self._words.lay()
         with self.entered():
             self.cut.run(arguments, launch)

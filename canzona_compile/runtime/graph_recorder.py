@@ -7,14 +7,16 @@ dropped (pytorch#193402), and for all streams when somebody asks, as Inductor do
 recordings begin on a stream that never has any, and work streams, which live as long as the process, get theirs from
 memory that is never given back (`keep_scratch`).
 
-The recordings of all programs share one pool of memory as long as there are any. Torch cannot use the handle of a pool
-again once its last recording was dropped.
+The recordings of all programs of a thread share one pool of memory as long as there are any, so a program waits for
+the one that ran before it (`GraphRecorder.take_turn`). Torch cannot use the handle of a pool again once its last
+recording was dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,19 +36,22 @@ ORIGIN = "record"  # the stream that recordings are begun on
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class GraphPool:
-    """The handle of the memory that all recordings on a device share."""
+    """The handle of the memory that all recordings of a thread on a device share."""
 
     handle: Any
 
 
-_pools: weakref.WeakValueDictionary[int, GraphPool] = weakref.WeakValueDictionary()  # by the index of the device
+Place = tuple[int, int]  # the index of a device, and a thread; torch refuses to record into one pool twice at a time
+_pools: weakref.WeakValueDictionary[Place, GraphPool] = weakref.WeakValueDictionary()
+_last: dict[Place, Any] = {}  # the stream on which a recorded program was launched last
 
 
 def pool_of(device: int) -> GraphPool:
-    """Return the pool of a device: that of the recordings that exist, or a new one."""
-    pool = _pools.get(device)
+    """Return the pool of this thread on a device: that of the recordings that exist, or a new one."""
+    place = device, threading.get_ident()
+    pool = _pools.get(place)
     if pool is None:
-        pool = _pools[device] = GraphPool(torch.cuda.graph_pool_handle())
+        pool = _pools[place] = GraphPool(torch.cuda.graph_pool_handle())
     return pool
 
 
@@ -70,12 +75,19 @@ class GraphRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.index = device, index_of(device)
 
     def make_room(self) -> None:
         """Give back memory that nobody uses: while a recording is made, torch gives back none, and takes new memory."""
         gc.collect()
         torch.cuda.empty_cache()
+
+    def take_turn(self) -> None:
+        """Let the current stream wait for the one on which a recorded program ran last: they use the same memory."""
+        place, here = (self.index, threading.get_ident()), torch.cuda.current_stream(self.device)
+        if (last := _last.get(place, here)) != here:
+            here.wait_stream(last)
+        _last[place] = here
 
     def record(self, run: Run, stream: str) -> Run:
         """Record a stretch, which ran before, and return what replays it on the current stream. If memory runs out, try
@@ -90,7 +102,7 @@ class GraphRecorder:
         return self._record(run, stream)
 
     def _record(self, run: Run, stream: str) -> RecordedStretch:
-        index = index_of(self.device)
+        index = self.index
         pool, graph = pool_of(index), torch.cuda.CUDAGraph()
         caller = torch.cuda.current_stream(self.device)
         origin, work = stream_named(ORIGIN, index), stream_named(work_stream(stream), index)
@@ -131,7 +143,7 @@ def work_stream(stream: str) -> str:
     return COMPUTE if stream == CALLER else stream
 
 
-_scratch: dict[int, Any] = {}  # by the index of the device; no other memory comes from it
+_scratch: dict[Place, Any] = {}  # no other memory comes from these pools
 
 
 def keep_scratch(device: torch.device) -> None:
@@ -139,10 +151,10 @@ def keep_scratch(device: torch.device) -> None:
 
     Torch may forget it, but the pool never gives its memory to anybody else: some megabytes, see docs/gpu.md.
     """
-    index = index_of(device)
-    if index not in _scratch:
-        _scratch[index] = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(_scratch[index], index):
+    place = index, _ = index_of(device), threading.get_ident()
+    if place not in _scratch:
+        _scratch[place] = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(_scratch[place], index):
         square = torch.zeros(16, 16, dtype=torch.float32, device=device)
         torch.mm(square, square)  # takes that of cuBLAS
         torch.addmm(square[0], square, square)  # takes that of cuBLASLt

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.program import StreamSet
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
 
@@ -52,17 +54,17 @@ class CudaStreams:
     """
 
     def __init__(self, wanted: StreamSet, device: torch.device) -> None:
-        self.device = device
-        apart = [name for name in wanted.names if name != COMPUTE]
-        self._streams: dict[str, Any] = {name: stream_named(name, index_of(device)) for name in apart}
+        self.device, self._index = device, index_of(device)
+        self._apart = [name for name in wanted.names if name != COMPUTE]
+        self._streams: dict[str, Any] = {}
         self._events = [torch.cuda.Event() for _ in range(wanted.events)]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Run a program inside this context. On exit, also after an error, the caller's stream is current again."""
         caller = torch.cuda.current_stream(self.device)
-        apart = list(self._streams.values())
-        self._streams |= {CALLER: caller, COMPUTE: caller}
+        apart = [stream_named(name, self._index) for name in self._apart]
+        self._streams = {**dict(zip(self._apart, apart, strict=True)), CALLER: caller, COMPUTE: caller}
         try:
             yield
         except BaseException:
@@ -72,7 +74,7 @@ class CudaStreams:
             raise
         finally:
             torch.cuda.set_stream(caller)
-            del self._streams[CALLER], self._streams[COMPUTE]
+            self._streams = {}
 
     def switch(self, name: str) -> None:
         """Make the stream with this name the current one."""
@@ -105,15 +107,28 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-@functools.cache
+def check_not_capturing(device: torch.device) -> None:
+    """Raise if the user records a CUDA graph: a replay of it would repeat one step's numbers and decisions."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CanzonaError(
+            "step() was called inside of a CUDA graph capture, but it decides on the host what it launches",
+            hint="call it outside of the capture; canzona_compile records CUDA graphs of its own",
+        )
+
+
 def stream_named(name: str, device: int) -> Any:
     """Return the CUDA stream with this name.
 
-    There is one such stream per process and device, so all programs share the memory that is cached for it. The
-    stream of copies has the higher priority: copies feed collectives, and they are short compared with matrix
-    products.
+    There is one such stream per thread and device, so all programs of a thread share the memory that is cached for it.
+    What another thread launches must not land in a recording of this one. The stream of copies has the higher
+    priority: copies feed collectives, and they are short compared with matrix products.
 
     Args:
         device: the index of the CUDA device.
     """
-    return torch.cuda.Stream(device, priority=FIRST if name == PACK else 0)
+    return stream_of_thread(name, device, threading.get_ident())
+
+
+stream_of_thread = functools.cache(
+    lambda name, device, _thread: torch.cuda.Stream(device, priority=FIRST if name == PACK else 0)
+)

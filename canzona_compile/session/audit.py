@@ -42,7 +42,7 @@ class Audit:
     """
 
     def __init__(self, every: int, store: StateStore) -> None:
-        self.every, self.optimizer, self.plan, self.store = every, store.optimizer, store.plan, store
+        self.every, self.plan, self.store = every, store.plan, store
         self._steps = 0
 
     def before(self, names: Iterable[str]) -> list[Expected]:
@@ -51,7 +51,7 @@ class Audit:
         if self._steps % self.every:
             return []
         if not any(bound.kind.maker for bound in self.plan.bound.values()):  # rehearsed differently
-            rehearse_as_now(self.optimizer, self._states())
+            rehearse_as_now(self.store.optimizer, self._states())
         turn = self._steps // self.every
         kinds: dict[int, list[str]] = {}
         for name in names:
@@ -64,7 +64,7 @@ class Audit:
         """The state of every parameter, with the counters that it has now."""
         found = {
             key: pytree.tree_map(lambda leaf: leaf, dict(state))  # with its own containers
-            for key, state in self.optimizer.state.items()
+            for key, state in self.store.optimizer.state.items()
             if isinstance(key, Tensor) and state
         }
         for bound in self.plan.bound.values():
@@ -85,7 +85,8 @@ class Audit:
         param = whole_copy(values, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
         state = self.store.portable(task)
         whole = {key: pytree.tree_map(lambda leaf: self._whole_leaf(task, leaf), value) for key, value in state.items()}
-        return Expected(task, step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], param, whole))
+        group = self.store.optimizer.param_groups[bound.param_group]
+        return Expected(task, step_alone(self.store.optimizer, group, param, whole))
 
     def _whole(self, task: Task, leaf: str, value: Tensor) -> Tensor:
         return self.store.whole(task, leaf, value, task.shape).view(task.shape)

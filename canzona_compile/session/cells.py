@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import step_alone, whole_copy
@@ -30,15 +29,11 @@ from canzona_compile.tensors import plain_attributes
 
 
 class Cells:
-    """Steps the tasks of one plan that are not compiled, and first steps. Implements `program_ops.EagerContext`.
+    """Steps the tasks of one plan that are not compiled, and first steps. Implements `program_ops.EagerContext`."""
 
-    Args:
-        capture: the captured code of the wrapped optimizer, which never steps. Users change its hyperparameters.
-    """
-
-    def __init__(self, capture: Capture, store: StateStore) -> None:
-        self.optimizer, self.plan, self.store = capture.optimizer, store.plan, store
-        self._kind = plain_class(self.optimizer).__name__
+    def __init__(self, store: StateStore) -> None:
+        self.plan, self.store = store.plan, store
+        self._kind = plain_class(store.optimizer).__name__
         self._warned = False
 
     def step(self, task: str, param: Tensor, grad: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
@@ -50,7 +45,7 @@ class Cells:
         before = self.store.eager_state(task)
         state = before if bound.kind.recorder is not None else self.store.unstored(task, before)
         drew = watched(param.device)
-        new = step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], own, state)
+        new = step_alone(self.store.optimizer, self.store.optimizer.param_groups[bound.param_group], own, state)
         if drew():
             self._check_draws(task)
         if state is not before:
@@ -89,12 +84,12 @@ class Cells:
             bound = self.plan.bound[task.name]
             if bound.kind.maker is None or not self.store.owns(task):
                 continue
-            state: dict[str, Any] = self.optimizer.state.get(bound.param) or {}
+            state: dict[str, Any] = self.store.optimizer.state.get(bound.param) or {}
             spec = self._spec(task, bound)
             if is_portable(state):
                 made = self._made(task, bound)
                 made.load(state)
-                self.optimizer.state[bound.param] = {OWN_OBJECT: made}
+                self.store.optimizer.state[bound.param] = {OWN_OBJECT: made}
             elif state or spec not in tried:
                 tried.add(spec)
                 made = self._made(task, bound)
@@ -112,16 +107,16 @@ class Cells:
 
     def _made(self, task: Task, bound: BoundParam, values: Tensor | None = None) -> OwnObject:
         assert bound.kind.maker is not None
-        group = self.optimizer.param_groups[bound.param_group]
-        return OwnObject(bound.kind.maker, task.name, self._spec(task, bound), self.optimizer, group, values)
+        group = self.store.optimizer.param_groups[bound.param_group]
+        return OwnObject(bound.kind.maker, task.name, self._spec(task, bound), self.store.optimizer, group, values)
 
     def _step_object(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
         bound = self.plan.bound[task]
-        own: OwnObject | None = (self.optimizer.state.get(bound.param) or {}).get(OWN_OBJECT)
+        own: OwnObject | None = (self.store.optimizer.state.get(bound.param) or {}).get(OWN_OBJECT)
         if own is None:  # it is the first step, or the user cleared the state
             own = self._made(self.plan.owned.task(task), bound, param)
-            self.optimizer.state[bound.param] = {OWN_OBJECT: own}
-        own.follow(self.optimizer.param_groups[bound.param_group], self.optimizer)
+            self.store.optimizer.state[bound.param] = {OWN_OBJECT: own}
+        own.follow(self.store.optimizer.param_groups[bound.param_group], self.store.optimizer)
         return own.step(param, grad)
 
 

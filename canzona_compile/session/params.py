@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import is_flattened, is_non_overlapping_and_dense_or_false
 from canzona_compile.errors import (
     CanzonaError,
@@ -68,6 +69,15 @@ def printable(name: str) -> str:
 
 
 # -- before a plan ---------------------------------------------------------------------------------
+
+
+def check_differentiable(optimizer: Optimizer) -> None:
+    """Refuse groups with `differentiable=True`: steps run without autograd, so their gradients would be wrong."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__} has differentiable=True, but a wrapped step runs without autograd",
+            hint="pass differentiable=False, or use the plain optimizer to differentiate through its steps",
+        )
 
 
 def check_params(named: Named, refused: dict[str, CanzonaError] | None = None) -> None:

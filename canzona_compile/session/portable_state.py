@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.optimizer_class import HeldOptimizer, plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError
@@ -116,6 +116,8 @@ class PortableState:
         siblings: plans the optimizers of a chain together; None if this one is in no chain.
         turns: lets one call at a time work on the optimizer; those of a chain share it.
     """
+
+    optimizer = HeldOptimizer()
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -26,11 +26,12 @@ from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.step_clock import during
+from canzona_compile.runtime.streams import check_not_capturing
 from canzona_compile.session.agreements import Agreements
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.checkpoints import is_dummy_step, undone
 from canzona_compile.session.measuring import Measuring
-from canzona_compile.session.params import check_params, named_params, notice_data_parallel
+from canzona_compile.session.params import check_differentiable, check_params, named_params, notice_data_parallel
 from canzona_compile.session.plan import BoundParam, Plan, make_plan, proposed_capacity, whole
 from canzona_compile.session.portable_state import PortableState, given_back_on_error
 from canzona_compile.session.step_driver import ChangeKind, StepChange, StepDriver
@@ -233,6 +234,8 @@ class Session(PortableState):
         if self._agreements is not None:
             self._agreements.check()
         try:
+            check_differentiable(self.optimizer)
+            check_not_capturing(self.device)
             with during(self.measuring.clock, "look"):
                 if self._plans_anew:
                     return Found(StepChange.replan("ranks did not agree on the last step"))
@@ -317,6 +320,7 @@ class Session(PortableState):
         Args:
             refused: gets the errors of single parameters, by name, which are not bound then; None to raise them.
         """
+        check_differentiable(self.optimizer)
         check_params(self.named, refused)
         bound = binder.bind(refused)
         together = (self,) if self.siblings is None else self.siblings.sessions

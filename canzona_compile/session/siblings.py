@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -45,9 +46,14 @@ class Siblings:
     """
 
     def __init__(self, sessions: Sequence[PlannedSession]) -> None:
-        self.sessions = tuple(sessions)
+        self._sessions = [weakref.ref(session) for session in sessions]  # each of them refers to this
         self._owned: Step | None = None
         self._names: list[list[str]] = []  # of the tasks of each optimizer
+
+    @property
+    def sessions(self) -> tuple[PlannedSession, ...]:
+        """The sessions whose optimizers are there."""
+        return tuple(session for one in self._sessions if (session := one()) is not None)
 
     @property
     def text(self) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import HeldOptimizer
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import portable_of
 from canzona_compile.errors import CanzonaError, some
@@ -55,6 +56,8 @@ class StateStore:
         fragments: this rank's fragments of state leaves that are not resident, by (task, leaf).
         residents: the whole state tensors that this rank holds as owner, by (task, leaf).
     """
+
+    optimizer = HeldOptimizer()
 
     def __init__(
         self, optimizer: Optimizer, plan: Plan, gradients: StepGradients, groups: Groups, rank: int, watch: Watch

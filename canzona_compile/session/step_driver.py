@@ -105,21 +105,21 @@ class StepDriver:
         watch: Watch,
     ) -> None:
         self.capture, self.plan = capture, plan
-        self.optimizer = optimizer = capture.optimizer
+        optimizer = capture.optimizer
         self._groups = [list(group["params"]) for group in optimizer.param_groups]  # for which the plan was made
         self.gradients = StepGradients(capture, plan)
         self.store = StateStore(optimizer, plan, self.gradients, groups, rank, watch)
         self.variants = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        self._cells = Cells(capture, self.store)
+        self._cells = Cells(self.store)
         sources = Sources(device, groups, watch, self.store, self.variants, self._cells)
         self.maker = ProgramMaker(options, observers, self.store, sources)
         self.programs = ProgramCache(self.maker.of_variants)
         self.first_buffers = 0
         self.last: BoundProgram | None = None
         self.clock: StepClock | None = None
-        self._shadow = Shadow(optimizer)
-        self._numbers = SharedNumbers(optimizer, plan)
+        self._shadow = Shadow()
+        self._numbers = SharedNumbers(plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._audit = None if options.audit is None else Audit(options.audit, self.store)
         capture.watch.hold({name: bound.origin for name, bound in plan.bound.items()})
@@ -204,7 +204,7 @@ class StepDriver:
 
     def _bound(self) -> bool:
         """Tell whether the optimizer still has the parameters of this plan, each in its group."""
-        now, own = [group["params"] for group in self.optimizer.param_groups], self._groups
+        now, own = [group["params"] for group in self.capture.optimizer.param_groups], self._groups
         return list(map(len, now)) == list(map(len, own)) and all(map(is_, chain(*now), chain(*own)))
 
     def _participants(self) -> Participants:
@@ -232,7 +232,7 @@ class StepDriver:
 
     def numbers(self) -> dict[Ranks, str]:
         """Describe the numbers that the next step reads, for each set of ranks that shares tasks."""
-        return self._numbers.text(self.variants.current)
+        return self._numbers.text(self.capture.optimizer.param_groups, self.variants.current)
 
     def facing(self) -> tuple[object, ...]:
         """What the next step is, as `look` found it: two that are equal are the same step."""
@@ -272,7 +272,7 @@ class StepDriver:
         with during(self.clock, "local"):
             self._step_locally()
         if self.capture.counts:
-            self._shadow.count()
+            self._shadow.count(self.capture.optimizer)
         if fresh or not self._stepped:
             own = {n: self.store.params[n] for n in self.store.initialised if self._compiled(n)}
             self.capture.watch.hold_state(own)
@@ -310,7 +310,7 @@ class StepDriver:
         present = [b for b in self.plan.elementwise if b.task.name in self.gradients.found]
         parts: Iterable[Sequence[BoundParam]] = [present]
         if self.plan.rules is not None:
-            values = (value for group in self.optimizer.param_groups for value in group.values())
+            values = (value for group in self.capture.optimizer.param_groups for value in group.values())
             if not any(isinstance(value, torch.Tensor) for value in values):  # a step writes to such a value once
                 parts = portions(present, self.maker.options.any_capacity)
         for part in parts if present else ():
@@ -318,13 +318,13 @@ class StepDriver:
 
     def _step_part(self, present: Sequence[BoundParam]) -> None:
         """Take the local step of some parameters."""
-        state, store = self.optimizer.state, self.store
+        state, store = self.capture.optimizer.state, self.store
         before = {b.param: state[b.param] for b in present if b.param in state}
         own = {b.param: store.unstored(b.task.name, before[b.param]) for b in present if b.param in before}
-        twin = make_twin(self.optimizer, {}, [], own)
+        twin = make_twin(self.capture.optimizer, {}, [], own)
         groups = sorted({b.param_group for b in present})
         twin.param_groups = [
-            {**self.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
+            {**self.capture.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
             for g in groups
         ]
         doubles = [(b.param, b.param.data) for b in present if b.rehearsed is not None]

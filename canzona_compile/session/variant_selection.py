@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
@@ -81,9 +80,9 @@ class VariantSelection:
     """
 
     def __init__(self, capture: Capture, plan: Plan, ahead: Mapping[str, int]) -> None:
-        self.capture, self.optimizer, self.plan, self.ahead = capture, capture.optimizer, plan, ahead
+        self.capture, self.plan, self.ahead = capture, plan, ahead
         self.current: list[SameCounters] = []
-        self._matrix_dims = [group.get("matrix_dims") for group in self.optimizer.param_groups]  # of the plan
+        self._matrix_dims = [group.get("matrix_dims") for group in self.capture.optimizer.param_groups]  # of the plan
         self._scalars: dict[tuple[str, int], Scalars] = {}
         self._tasks: Sequence[str] = ()  # of the last call of `consult`
         self._of_one_kind: list[AlikeTasks] = []  # the same tasks, by kind and parameter group
@@ -118,7 +117,7 @@ class VariantSelection:
         for path, own in self._paths(kind, group, counters, names):
             label = group
             if (path.template, label) in self._scalars:
-                label = len(self.optimizer.param_groups) + len(self._scalars)
+                label = len(self.capture.optimizer.param_groups) + len(self._scalars)
             self._scalars[path.template, label] = path.scalars
             self.current.append(SameCounters(kind, tuple(own), path.template, label, path.scalars, path.counters))
 
@@ -135,7 +134,7 @@ class VariantSelection:
         """Copy the Python leaves that the step changed on the twins into the optimizer's own state."""
         for cohort in self.current:
             for name in cohort.tasks if cohort.counters else ():
-                state = self.optimizer.state[self.plan.bound[name].param]
+                state = self.capture.optimizer.state[self.plan.bound[name].param]
                 for leaf, value in cohort.counters.items():
                     write(state, cohort.kind.paths[leaf], value, cohort.kind.structure)
 
@@ -146,14 +145,14 @@ class VariantSelection:
         found: dict[tuple[Any, ...], list[str]] = {}
         paths = [kind.paths[name] for name in kind.python_state]
         for name in names:
-            state = self.optimizer.state[self.plan.bound[name].param]
+            state = self.capture.optimizer.state[self.plan.bound[name].param]
             found.setdefault(tuple(read(state, path) for path in paths), []).append(name)
         return found
 
     def _elementwise(self, present: Container[str]) -> list[BoundParam]:
         """The parameters that the optimizer's own step updates. Their code may later do more than elementwise work."""
-        own = [b for b in self.plan.elementwise if b.task.name in present]
-        return [b for b in own if self.optimizer.state.get(b.param) or not (b.kind.state or b.kind.python_state)]
+        state, own = self.capture.optimizer.state, [b for b in self.plan.elementwise if b.task.name in present]
+        return [b for b in own if state.get(b.param) or not (b.kind.state or b.kind.python_state)]
 
     def _paths(
         self, kind: ParamKind, group: int, counters: tuple[Any, ...], names: Sequence[str]
@@ -176,16 +175,16 @@ class VariantSelection:
     def _ask(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> VariantPath:
         """Ask what the code does with these counters, or with counters that are `ahead` by some steps."""
         assert kind.recorder is not None
-        if self.optimizer.param_groups[group].get("matrix_dims") != self._matrix_dims[group]:
+        if self.capture.optimizer.param_groups[group].get("matrix_dims") != self._matrix_dims[group]:
             raise Untraceable("other dims count matrices")
         leaves, elsewhere = dict(zip(kind.python_state, counters, strict=False)), self.capture.elsewhere()
-        known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, elsewhere)
+        known = self.capture.counters_at(self.capture.optimizer.param_groups[group], leaves, elsewhere)
         if ahead and kind.variant_period is not None:
             known = kind.variant_period.ahead(known, ahead)
         kind.recorder.set_leaves({name: known[name] for name in leaves})
         own = {c.key: known[c] for c in self.capture.counts if c.home == "group" and c in known}
         elsewhere = {name: known[name] for name in elsewhere}
-        variant, scalars = kind.recorder.consult({**self.optimizer.param_groups[group], **own}, elsewhere)
+        variant, scalars = kind.recorder.consult({**self.capture.optimizer.param_groups[group], **own}, elsewhere)
         template = kind.templates.get(variant)
         if template is None or template.name not in self.plan.known:
             raise Untraceable("hyperparameters or counters lead to other code")
@@ -198,7 +197,7 @@ class VariantSelection:
             None if the variants do not repeat themselves yet, or if the plan does not know the variant.
         """
         leaves = dict(zip(kind.python_state, counters, strict=False))
-        known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
+        known = self.capture.counters_at(self.capture.optimizer.param_groups[group], leaves, self.capture.elsewhere())
         if kind.variant_period is None or kind.variant_period.number(known) < kind.variant_period.start:
             return None
         with contextlib.suppress(Untraceable):
@@ -238,8 +237,7 @@ def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> Varia
 class SharedNumbers:
     """The hyperparameters and counters of tasks that ranks share."""
 
-    def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
-        self.optimizer = optimizer
+    def __init__(self, plan: Plan) -> None:
         shared = [task for task in plan.owned.tasks if task.layout.grid.size > 1]
         self._first: dict[Ranks, dict[int, str]] = {}  # by set of ranks and parameter group, its first task
         self._ranks_of: dict[str, Ranks] = {}
@@ -247,9 +245,8 @@ class SharedNumbers:
             ranks = self._ranks_of[task.name] = tuple(sorted(task.layout.grid.members()))
             self._first.setdefault(ranks, {}).setdefault(task.param_group, task.name)
 
-    def text(self, cohorts: Sequence[SameCounters]) -> dict[Ranks, str]:
+    def text(self, groups: Sequence[dict[str, Any]], cohorts: Sequence[SameCounters]) -> dict[Ranks, str]:
         """Describe the numbers of a step by set of ranks, one line for each parameter group and cohort."""
-        groups = self.optimizer.param_groups
         found = {
             ranks: [f"the group of {name} has {described(groups[g])}" for g, name in first.items() if g < len(groups)]
             for ranks, first in self._first.items()

@@ -39,6 +39,7 @@ START_METHOD = "spawn"
 GRACE = 1.0  # seconds that the others have to fail as well: the first process that ends need not be the cause
 LAST_WORDS = 2.0  # seconds in which a process says where its threads are
 SPARE = 60.0  # seconds beyond the limit after which a process ends itself, should its owner not do so
+JOIN = 30.0  # seconds to connect to a store on this machine, which is there already
 A_DAY = 86400.0  # seconds: the longest call whose limit begins again with every word of progress
 TAIL = 120  # lines of a log
 HERE = "127.0.0.1"
@@ -273,7 +274,13 @@ def backend_for(device: str, ranks: int) -> str:
 
 def places_here(ranks: int, device: str, patience: float) -> tuple[tuple[RankPlace, ...], TCPStore]:
     """The places of some ranks, and the store in which they meet while somebody holds it; see `RankPlace`."""
-    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+    try:
+        store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN))
+    except RuntimeError as error:
+        raise CanzonaError(
+            f"processes of this machine cannot connect to one another: {HERE} is not reachable",
+            hint="turn on the loopback interface, for example: ip link set lo up",
+        ) from error
     return tuple(RankPlace(rank, ranks, device, store.port, patience) for rank in range(ranks)), store
 
 
@@ -374,9 +381,11 @@ def join_ranks(place: RankPlace) -> None:
     if backend == "gloo" and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
     timeout = timedelta(seconds=place.patience)
+    store = TCPStore(HERE, place.port, is_master=False, timeout=timedelta(seconds=JOIN))
+    store.set_timeout(timeout)  # other ranks may come later
     dist.init_process_group(
         backend,
-        store=TCPStore(HERE, place.port, is_master=False, timeout=timeout),
+        store=store,
         rank=place.rank,
         world_size=place.world,
         timeout=timeout,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import LBFGS, Muon, Optimizer
+from torch.optim import LBFGS, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -22,9 +22,24 @@ from torch.optim.optimizer import (
 
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
-from tests.harness.marks import crossed, first
+from examples.optimizers.shampoo import Shampoo
+from tests.harness import toys
+from tests.harness.layouts import Case, Laid
+from tests.harness.marks import crossed, first, full
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
+from tests.harness.pairs import (
+    Pair,
+    different,
+    feed,
+    left_after,
+    muon,
+    one_rank,
+    parameters,
+    params_of,
+    same_bits,
+    wrapped_muon,
+)
+from tests.harness.ranks import run
 from tests.harness.traps.grammar import toy
 
 # -- the object --------------------------------------------------------------------------------
@@ -164,6 +179,123 @@ def test_a_scheduler_does_not_keep_the_optimizer_alive_after_wrap() -> None:
     gc.collect()
     assert alive() is None
     assert callable(step)
+
+
+# -- after the last reference ------------------------------------------------------------------
+
+
+def stepped(optimizer: Any, count: int = 3) -> None:
+    for step in range(count):
+        feed(optimizer, step)
+        optimizer.step()
+
+
+def failed(optimizer: Any) -> None:
+    """Its first step fails, and a later one."""
+    for count in (0, 2):
+        stepped(optimizer, count)
+        params_of(optimizer)[0].grad = torch.ones(params_of(optimizer)[0].shape).to_sparse()
+        with pytest.raises(CanzonaError):
+            optimizer.step()
+
+
+def loaded(optimizer: Any) -> None:
+    stepped(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(optimizer)
+
+
+def shown(optimizer: Any) -> None:
+    stepped(optimizer)
+    assert str(optimizer.canzona.report()) + str(optimizer.canzona.explain()) + optimizer.canzona.plan().to_json()
+
+
+def measured(optimizer: Any) -> None:
+    stepped(optimizer)
+    optimizer.canzona.measure(2)
+    stepped(optimizer, 1)
+
+
+def unwrapped(optimizer: Any) -> None:
+    stepped(optimizer)
+    canzona_compile.unwrap(optimizer)
+
+
+def in_chain() -> Any:
+    own = parameters(((6, 4), (4, 6), (7,)))
+    return canzona_compile.wrap(canzona_compile.chain(muon(own[:2]), AdamW(own[2:])))
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "muon": lambda: canzona_compile.wrap(muon(parameters())),
+    "chain": in_chain,
+    "objects": lambda: canzona_compile.wrap(muon(parameters()), one_per_matrix=muon),
+    "eager": lambda: canzona_compile.wrap(toys.Breaking(parameters())),
+    "shampoo": lambda: canzona_compile.wrap(Shampoo(parameters(), lr=0.1)),
+}
+USES: list[Callable[[Any], Any]] = [stepped, failed, loaded, unwrapped, shown, measured, lambda optimizer: None]
+
+
+@pytest.fixture(scope="module")
+def dynamo_at_work() -> None:
+    """What Dynamo loads at its first use holds frames of its callers until Python looks for garbage."""
+    stepped(MADE["muon"](), 1)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("made", first(MADE, 2))
+@pytest.mark.usefixtures("dynamo_at_work", "captures_shared")
+def test_nothing_is_left_of_an_optimizer_that_nobody_holds(made: str, use: Callable[[Any], Any]) -> None:
+    """As of one of torch: people who sweep on one GPU would run out of memory."""
+    if not (made == "objects" and use is unwrapped):  # which is refused
+        assert left_after(MADE[made], use) == []
+
+
+@pytest.mark.parametrize("made", ["muon", "eager", full("shampoo")])
+@pytest.mark.usefixtures("dynamo_at_work")
+def test_captures_are_freed_with_their_optimizer(made: str) -> None:
+    """Dynamo's caches, and the errors of trials, do not hold them."""
+    recorders: list[Any] = []
+
+    def use(optimizer: Any) -> None:
+        stepped(optimizer)
+        recorders.extend(weakref.ref(k.recorder) for k in optimizer.canzona.session.capture.kinds.values())
+
+    assert left_after(MADE[made], use) == []
+    assert [recorder() for recorder in recorders] == [None, None]
+
+
+def freed_on_ranks() -> list[str]:
+    """The same under FSDP2: what this rank shares with others does not hold its optimizer."""
+    values, laid = parameters(), list[Laid]()
+
+    def make() -> Any:
+        laid.append(Laid([value.detach() for value in values], Case("fsdp", (2,))))
+        wrapped = canzona_compile.wrap(muon(laid[0].params))
+        share_captures(wrapped)
+        return wrapped
+
+    def use(optimizer: Any) -> None:
+        for _ in range(3):
+            for i, (param, value) in enumerate(zip(laid[0].params, values, strict=True)):
+                param.grad = laid[0].like_param(value.detach(), i)
+            optimizer.step()
+        assert optimizer.state_dict()["state"]
+        laid.clear()
+
+    left_after(make, use)  # what torch loads at its first use
+    return [what for what in left_after(make, use) if "parameter" not in what]  # FSDP2 holds those in cycles of its own
+
+
+@pytest.mark.ranks
+def test_nothing_is_left_on_ranks() -> None:
+    assert run(2, freed_on_ranks) == [[], []]
+
+
+def test_a_handle_says_that_its_optimizer_is_gone() -> None:
+    handle = MADE["muon"]().canzona
+    with pytest.raises(CanzonaError, match=r"was freed.*\n.*keep the optimizer"):
+        handle.explain()
 
 
 # -- hooks and profiling -----------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tests.harness.pairs import Pair, feed, muon, parameters
 from tests.harness.random_graphs import equal, evaluate, templates, values_for
 from tests.harness.samples import CPU, Builder, empty
 from tests.harness.toy_optimizers import GlobalNorm, GlobalNormOnHost, HostReading, PerParameter
+from tests.harness.traps.grammar import toy
 from tests.harness.untimed import untimed
 
 aten = torch.ops.aten
@@ -122,6 +123,18 @@ def test_a_dozen_shapes_stay_below_no_limit_of_dynamo() -> None:
     pair.steps(2)
     report = pair.report
     assert (report.captures, report.fallbacks, len({t.template for t in report.tasks})) == (12, {}, 12)
+
+
+@pytest.mark.usefixtures("untouched_dynamo")
+def test_many_optimizers_whose_steps_break_stay_below_no_limit_of_dynamo(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo compiles what a break leaves: a method that all of them share."""
+    breaking = toy("breaking-first")('print(end="")\nparam.add_(cube(grad), alpha=-group["lr"])')
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2):
+        for size in (3, 4, 5):
+            pair = Pair(breaking, shapes=[(size, 6)], captures_anew=True)
+            pair.steps(2)
+            assert [kind.recorder.way for kind in pair.wrapped.canzona.session.capture.kinds.values()] == ["Dynamo"]
+    assert not [record for record in caplog.records if "hit config." in record.getMessage()]
 
 
 @pytest.mark.usefixtures("untouched_dynamo")

@@ -19,8 +19,9 @@ import canzona_compile
 from canzona_compile.errors import CanzonaError
 from tests.data_parallel.models import MAKERS, WIDTH, Model, batch, different, different_state
 from tests.harness.layouts import mesh_of
-from tests.harness.marks import only
+from tests.harness.marks import full, only
 from tests.harness.optimizers import shared_captures
+from tests.harness.pairs import left_after
 from tests.harness.ranks import run
 
 
@@ -247,6 +248,30 @@ def averaged(gather: str) -> list[str]:
     return different(averages[1], averages[0]) + ([] if losses[0] == losses[1] else [f"losses {losses}"])
 
 
+def freed(gather: str) -> list[str]:
+    """What is alive of a model and its optimizers under zero1 once nobody holds them, before a search for garbage."""
+    models, rank = list[nn.Module](), dist.get_rank()
+
+    def make() -> Any:
+        models.append(Model())
+        with shared_captures():
+            own = canzona_compile.chain(*MAKERS["muon and adamw"](models[0]))
+            mesh = mesh_of((dist.get_world_size(),), ("dp",))
+            return canzona_compile.zero1(models[0], own, mesh=mesh, bucket_bytes=20_000, gather=gather)
+
+    def use(optimizer: Any) -> None:
+        for step in range(3):
+            models[0](batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.canzona.measure(1)
+        assert optimizer.state_dict()["state"]
+        models.clear()
+
+    left_after(make, use)  # what torch loads at its first use
+    return left_after(make, use)
+
+
 @pytest.mark.parametrize(
     ("variation", "gather"),
     only([("tied", "forward"), ("read early", "forward")], list(VARIATIONS), ["step", "forward"]),
@@ -266,6 +291,11 @@ def test_backward_ends_where_all_gradients_arrive_in_checkpoints() -> None:
 
 def test_a_load_in_mid_forward_is_not_overwritten() -> None:
     assert run(2, loaded_in_mid_forward) == [[], []]
+
+
+@pytest.mark.parametrize("gather", ["step", full("forward")])
+def test_nothing_is_left_of_a_model_that_nobody_holds(gather: str) -> None:
+    assert run(2, freed, gather) == [[], []]
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,69 @@ def test_elementwise_optimizers_stay_on_their_rank(name: str) -> None:
         pair.step(*([1] if step == 1 else []))
     assert pair.report.tasks == ()
     assert [t.name for t in pair.report.local] == ["group0.param0", "group0.param1"]
+
+
+# -- flags of torch's optimizers -----------------------------------------------------------------
+
+FLAGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "maximize": lambda: {"maximize": True},
+    "foreach": lambda: {"foreach": True},
+    "fused": lambda: {"fused": True},
+    "capturable": lambda: {"capturable": True},
+    "differentiable": lambda: {"differentiable": True},
+    "lr": lambda: {"lr": torch.tensor(0.05)},
+    "betas": lambda: {"betas": (torch.tensor(0.8), torch.tensor(0.9)), "lr": torch.tensor(0.05), "foreach": False},
+    "decoupled_weight_decay": lambda: {"decoupled_weight_decay": True, "weight_decay": 0.1},
+    "amsgrad": lambda: {"amsgrad": True, "maximize": True},
+}
+OF_TORCH = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind.__name__ not in ("Optimizer", "LBFGS")
+]
+FLAGGED = [(kind, flag) for kind in OF_TORCH for flag in FLAGS if flag in inspect.signature(kind).parameters]
+CORE = ("maximize", "fused", "capturable", "betas", "decoupled_weight_decay")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [pair if pair[1] == "differentiable" or pair in [(Adam, f) for f in CORE] else full(*pair) for pair in FLAGGED],
+    ids=str,
+)
+def test_flags_are_equal_or_refused_by_name(kind: Any, flag: str) -> None:
+    """What the plain optimizer refuses on this device, the wrapped one does not step over."""
+    shapes, plain_error = ((6, 4), (4, 6)) if kind is Muon else ((6, 4), (7,)), None
+    plain = kind(parameters(shapes), **FLAGS[flag]())
+    try:
+        feed(plain, 0)
+        plain.step()
+    except Exception as error:  # whatever torch raises
+        plain_error = error
+    if flag == "differentiable":
+        with pytest.raises(UnsupportedOptimizer, match=r"has differentiable=True.*\n.*differentiable=False"):
+            canzona_compile.wrap(kind(parameters(shapes), **FLAGS[flag]()))
+    elif plain_error is None:
+        Pair(lambda params: kind(params, **FLAGS[flag]()), shapes).steps(3)
+    else:
+        wrapped = canzona_compile.wrap(kind(parameters(shapes), **FLAGS[flag]()))
+        feed(wrapped, 0)
+        with pytest.raises((type(plain_error), canzona_compile.CanzonaError), match=flag):
+            wrapped.step()
+
+
+def test_differentiable_that_comes_later_is_refused() -> None:
+    pair = Pair(ELEMENTWISE["sgd"], ((6, 4),))
+    pair.step()
+    before = values_of(pair.wrapped)
+    pair.wrapped.param_groups[0]["differentiable"] = True
+    pair.feed()
+    with pytest.raises(UnsupportedOptimizer, match="differentiable=True"):
+        pair.wrapped.step()
+    with pytest.raises(UnsupportedOptimizer, match="differentiable=True"):
+        canzona_compile.explain(SGD(parameters(), differentiable=True))
+    assert torch.equal(before[0], values_of(pair.wrapped)[0])
+    pair.wrapped.param_groups[0]["differentiable"] = False
+    pair.step()
 
 
 def test_groups_without_matrices() -> None:

@@ -192,10 +192,10 @@ def cuda_replaced() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, made))
         stack.enter_context(mock.patch.object(launch, "loaded", lambda text: LaterKernel(real_loaded(text))))
         stack.enter_context(mock.patch.object(tensor_args, "machine", return_value=None))
-        for cached in (streams.stream_named, tensor_args.decide):
+        for cached in (streams.stream_of_thread, tensor_args.decide):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
-        for known in (graph_recorder._pools, graph_recorder._scratch):
+        for known in (graph_recorder._pools, graph_recorder._scratch, graph_recorder._last):
             known.clear()  # type: ignore[attr-defined]  # of devices that are gone, as other processes would be
             stack.callback(known.clear)  # type: ignore[attr-defined]
         yield

@@ -114,7 +114,7 @@ class FakeDevice:
         block: lets other ranks go on until a condition is met.
 
     Attributes:
-        current: the stream on which work is put.
+        current: the stream on which work of this thread is put.
         capture: what is being recorded; None if nothing is.
         pools: the memory of recordings by handle.
         workspaces: for each stream that ran a product, the scratch memory of the library for it.
@@ -127,7 +127,8 @@ class FakeDevice:
 
     def __init__(self, index: int, scheduler: Scheduler, block: Callable[[Callable[[], bool]], None]) -> None:
         self.index, self.scheduler, self.block = index, scheduler, block
-        self.default = self.current = FakeStream(self, f"the default stream of {index}")
+        self.default = FakeStream(self, f"the default stream of {index}")
+        self._of_thread = threading.local()
         self.capture: Capture | None = None
         self.pools: dict[tuple[int, int], MemoryPool] = {}
         self.workspaces: dict[Queue, Workspace] = {}
@@ -149,11 +150,20 @@ class FakeDevice:
         self.sync_mode = "default"  # what `torch.cuda.set_sync_debug_mode` was told
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 
+    @property
+    def current(self) -> FakeStream:
+        found: FakeStream = getattr(self._of_thread, "stream", self.default)
+        return found
+
+    @current.setter
+    def current(self, stream: FakeStream) -> None:
+        self._of_thread.stream = stream
+
     def put(self, name: str, work: Callable[[], None]) -> None:
-        """Let the current stream do some work."""
+        """Let the current stream do some work. What other threads put on other streams than a recording's runs."""
         queue = self.current.queue
         self.launches[name] += 1
-        if self.capture is not None:
+        if self.capture is not None and (queue in self.capture.lanes or self.capture.thread == threading.get_ident()):
             self.capture.put(name, queue, work)
             return
         self.scheduler.put(Item(f"{name} on {queue.name}", queue, work, []))

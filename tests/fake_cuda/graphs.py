@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -69,7 +70,7 @@ class Capture:
     """
 
     def __init__(self, origin: Queue, pool: MemoryPool) -> None:
-        self.origin, self.pool = origin, pool
+        self.origin, self.pool, self.thread = origin, pool, threading.get_ident()
         self.lanes: dict[Queue, dict[Queue, int]] = {origin: {}}
         self.nodes: list[GraphNode] = []
         self.found = list(pool.free)  # what earlier recordings left; this one may use it

@@ -29,7 +29,7 @@ from canzona_compile.runtime.kernel_words import KernelWords
 from canzona_compile.runtime.streams import CudaStreams, stream_named
 from tests.fake_cuda.device import FakeStream, current_device
 from tests.fake_cuda.on_device import look, on_stand_in
-from tests.fake_cuda.rank_programs import emitted_on, falling, run_programs, same, steady
+from tests.fake_cuda.rank_programs import ProgramRun, RankTensors, emitted_on, falling, run_programs, same, steady
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.tensors import plainly, programs_run_here
 from tests.harness.marks import crossed, first
@@ -316,6 +316,34 @@ def test_mistakes_in_the_runtime_are_found(mistake: str) -> None:
     right(setting)
     with patch():
         assert showing(setting) is not None
+
+
+def on_two_streams(seed: int | None, count: int = 6) -> list[dict[tuple[str, str], torch.Tensor]]:
+    """The leaves of two recorded programs, the second of which steps on a stream of its own."""
+
+    def work(rank: int) -> list[dict[tuple[str, str], torch.Tensor]]:
+        step, here, other = programs(Setting((1, 1), options=()))[0], torch.cuda.current_stream(), torch.cuda.Stream()
+        runs = [ProgramRun(step.program, RankTensors(step, rank, steady), cuda_graphs=True) for _ in range(2)]
+        for at in range(count):
+            for run, stream in zip(runs, (here, other), strict=True):
+                with torch.cuda.stream(stream):
+                    run.step(at)
+        here.wait_stream(other)
+        look()
+        assert all(run.executor.how.startswith("a CUDA graph") for run in runs)
+        return [{k: v.clone() for k, v in r.tensors.leaves.items() if k not in r.tensors.gradients} for r in runs]
+
+    with on_stand_in(seed, 1) as run:
+        return run(work)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_recorded_programs_on_two_streams(waits: bool) -> None:
+    """They share memory, so one waits for the other."""
+    right = on_two_streams(None)
+    with contextlib.nullcontext() if waits else mock.patch.object(GraphRecorder, "take_turn", nothing):
+        seeds = range(4) if waits else SEEDS
+        assert any(not same(on_two_streams(seed), right) for seed in seeds) == (not waits)
 
 
 def offsets_seen(seed: int) -> list[bool]:

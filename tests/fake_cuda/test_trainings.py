@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim import Muon
 
 import canzona_compile
+from canzona_compile.errors import CanzonaError
 from canzona_compile.runtime.step_clock import StepClock
 from tests.fake_cuda.device import current_device
+from tests.fake_cuda.model_on_device import parameters_on_device, training
+from tests.fake_cuda.on_device import look, on_stand_in
+from tests.fake_cuda.rank_programs import torch_alone
 from tests.fake_cuda.scheduler import DeviceError
-from tests.fake_cuda.trainings import RankResult, Script, plain_training, run_script, wrong
+from tests.fake_cuda.trainings import SHAPES, RankResult, Script, plain_training, run_script, wrong
 from tests.harness.layouts import Case
 from tests.harness.marks import also, first, full
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import different, feed, left_after, parameters
 
 CASES = [
     Case("fsdp", (2,)),
@@ -212,7 +220,7 @@ def test_what_is_recorded_in_the_default_training_loop(name: str, layout: str) -
         assert (f"; {called} more run call by call: operators of torch read" in how) == bool(called)
 
 
-STREAMS = {"current_stream": 1, "set_stream": 5}
+STREAMS = {"current_stream": 2, "set_stream": 5}  # once to see whether recordings ran on another one
 
 
 @pytest.mark.parametrize(
@@ -220,7 +228,10 @@ STREAMS = {"current_stream": 1, "set_stream": 5}
     [
         pytest.param(True, STREAMS | {"CUDAGraph.replay": 4}, id="replayed"),
         pytest.param(
-            False, STREAMS | {"device": 4, "is_current_stream_capturing": 1}, id="call by call", marks=pytest.mark.full
+            False,
+            STREAMS | {"current_stream": 1, "device": 4, "is_current_stream_capturing": 1},
+            id="call by call",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -228,6 +239,62 @@ def test_what_a_steady_step_calls(recorded: bool, calls: dict[str, int]) -> None
     """On each of two ranks, with none beside those of the stand-in; docs/architecture.md says how many."""
     results = run_script(Script("muon", CASES[0], options={"cuda_graphs": recorded}, kernels=True), None)
     assert [("recorded" in one.how[-1], one.steady) for one in results] == [(recorded, calls)] * 2
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_step_inside_of_a_capture_of_the_user_is_refused(steps: int) -> None:
+    """Also the first one. The optimizer goes on after it."""
+
+    def work(rank: int) -> None:
+        plain, wrapped = (Muon(parameters(SHAPES), lr=0.05) for _ in range(2))
+        canzona_compile.wrap(wrapped)
+        share_captures(wrapped)
+        for step in range(steps + 2):
+            for optimizer in (plain, wrapped):
+                feed(optimizer, step)
+            plain.step()
+            if step == steps:
+                before = [param.detach().clone() for param in wrapped.param_groups[0]["params"]]
+                with (
+                    torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()),
+                    training(),
+                    pytest.raises(CanzonaError, match=r"(?s)inside of a CUDA graph capture.*outside of the capture"),
+                ):
+                    wrapped.step()
+                assert all(map(torch.equal, before, wrapped.param_groups[0]["params"]))
+                assert bool(wrapped.state) == bool(steps)
+            wrapped.step()
+            look()
+        assert different(plain, wrapped) == []
+
+    with torch_alone(), parameters_on_device(), on_stand_in(None, 1) as run:
+        run(work)
+
+
+def test_recordings_are_freed_with_their_optimizer() -> None:
+    """And the memory of programs, as soon as nobody holds the optimizer."""
+    graphs: list[Any] = []
+
+    def use(optimizer: Any) -> None:
+        share_captures(optimizer)
+        feed(optimizer, 0)
+        for _ in range(5):
+            optimizer.step()
+        look()
+        (program,) = optimizer.canzona.session.driver.programs
+        recordings = program.executor.replay._recorded.values()
+        graphs.extend(weakref.ref(own.replay.graph) for own in recordings if own.replay is not None)
+
+    def work(rank: int) -> list[str]:
+        make = lambda: canzona_compile.wrap(Muon(parameters(SHAPES), lr=0.05))  # noqa: E731
+        left_after(make, use)  # what the stand-in loads at its first use
+        found = left_after(make, use)
+        assert len(graphs) == 2
+        assert [graph() for graph in graphs] == [None, None]
+        return found
+
+    with torch_alone(), on_stand_in(None, 1) as run:
+        assert run(work) == [[]]
 
 
 def test_planning_gathers_no_objects_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ The plain one has whole tensors; the wrapped one may have a rank's fragments of 
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -64,6 +66,36 @@ def capture_alone(optimizer: Optimizer, **options: Any) -> None:
         for param in params_of(optimizer):
             param.grad = torch.ones_like(param)
         optimizer.step()
+
+
+def left_after(make: Callable[[], Any], use: Callable[[Any], Any]) -> list[str]:
+    """What is alive of an optimizer that was made and used, once nobody holds it and before Python looks for garbage.
+
+    Its parameters, which nobody else holds, the tensors of its state, its programs' memory, and what captured its code.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = make()
+        use(optimizer)
+        found = {"optimizer": weakref.ref(optimizer)}
+        for i, own in enumerate(getattr(optimizer, "optimizers", [optimizer])):
+            session = own.canzona.session if canzona_compile.is_wrapped(own) else None
+            driver = None if session is None else session.driver
+            programs = [] if driver is None else [program.executor for program in driver.programs]
+            held = {
+                "optimizer": [own],
+                "parameter": params_of(own),
+                "state": [leaf for leaf in pytree.tree_leaves(list(own.state.values())) if isinstance(leaf, Tensor)],
+                "session": [] if session is None else [session, session.capture],
+                "memory": [slot for executor in programs for slot in executor.slots],
+            }
+            found |= {f"{what} {i}.{j}": weakref.ref(one) for what, some in held.items() for j, one in enumerate(some)}
+            del session, driver, programs, held, own
+        del optimizer
+        return [name for name, one in found.items() if one() is not None]
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

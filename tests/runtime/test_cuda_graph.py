@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from copy import copy as copy_of
@@ -108,6 +109,9 @@ class Recording:
     of: Callable[[Run], Run]
 
     def make_room(self) -> None:
+        pass
+
+    def take_turn(self) -> None:
         pass
 
     def record(self, run: Run, stream: str) -> Run:
@@ -216,6 +220,20 @@ def test_a_table_that_is_made_anew_ends_its_recording() -> None:
     for _ in range(4):
         assert steps.step(lr=0.05) < 1e-5
     assert replay.recordings == 2
+
+
+def test_another_thread_records_anew() -> None:
+    """A recording uses memory of the thread that made it."""
+    steps, found = Steps("muon"), list[float]()
+    for _ in range(5):
+        steps.step()
+    (replay,) = steps.replays
+    assert replay.recordings == 1
+    other = threading.Thread(target=lambda: found.extend(steps.step() for _ in range(4)))
+    other.start()
+    other.join()
+    assert (len(found), replay.recordings, replay.called) == (4, 2, {})
+    assert max(found) < 1e-5
 
 
 @pytest.mark.parametrize(("numerics", "bound"), [("exact", 1e-5), full("fast", 5e-2)])

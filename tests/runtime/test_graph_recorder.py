@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from canzona_compile.lowering.stream_sync import CALLER
+from canzona_compile.lowering.stream_sync import CALLER, PACK
 from canzona_compile.runtime import graph_recorder
 from canzona_compile.runtime.graph_recorder import GraphRecorder, clean_up, pool_of
 from canzona_compile.runtime.streams import stream_named
-from tests.fake_cuda.device import current_device
+from tests.fake_cuda.device import current_device, use_device
 from tests.fake_cuda.on_device import look, on_stand_in
 from tests.fake_cuda.tensors import adopted, plainly, programs_run_here
 
@@ -106,6 +107,37 @@ def test_recordings_take_memory_that_was_cached() -> None:
         again()
         look()
         assert home.tolist() == [3.0] * 64
+
+    on_device(work)
+
+
+def test_threads_record_apart() -> None:
+    """What another thread launches meanwhile on streams of the same names runs, and is not recorded."""
+
+    def work() -> None:
+        homes = ones(4), ones(4)
+        device, (mine, theirs) = current_device(), map(adopted, homes)
+        pools = [pool_of(0)]
+
+        def launches() -> None:
+            use_device(device)
+            with programs_run_here(), torch.no_grad(), torch.cuda.stream(stream_named(PACK, 0)):
+                theirs.add_(1)
+            pools.append(pool_of(0))
+
+        def run() -> None:
+            mine.add_(1)
+            other = threading.Thread(target=launches)
+            other.start()
+            other.join()
+
+        replay = GraphRecorder(CUDA).record(run, PACK)
+        for _ in range(2):
+            replay()
+        torch.cuda.synchronize()
+        look()
+        assert [home.tolist() for home in homes] == [[3.0] * 4, [2.0] * 4]
+        assert pools[0] is not pools[1]
 
     on_device(work)
 

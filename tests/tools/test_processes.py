@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from canzona_compile.compat.telling import heard_by, tell
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.tools import processes
+from canzona_compile.tools.calibration.calibrate import calibrate
 from canzona_compile.tools.processes import ProcessCall, asked, run, run_ranks, started
 from tests.harness.marks import full
 from tests.tools.user_builds import leaves, raises
@@ -137,6 +139,16 @@ def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.Cap
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("not data") == 2
+
+
+def test_a_machine_without_loopback_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network namespace is whose loopback interface is down; torch would wait for five minutes."""
+    monkeypatch.setattr(processes, "HERE", "192.0.2.1")  # of documentation: nobody has it
+    monkeypatch.setattr(processes, "JOIN", 1.0)
+    with pytest.raises(CanzonaError, match=r"cannot connect to one another.*\n.*ip link set lo up"):
+        run_ranks(2, summed, (10,), 100.0)
+    with pytest.raises(CanzonaError, match="ip link set lo up"):
+        calibrate(device="cpu", quick=True)
 
 
 @pytest.mark.ranks
