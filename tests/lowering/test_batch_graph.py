@@ -231,6 +231,22 @@ def test_a_second_leaf_that_needs_the_old_value_of_the_first_gets_it() -> None:
     assert alike([values["param"], values["buffer"]], one_by_one(graph, tasks))
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_leaves_are_overwritten_beside_leaves_that_are_new(foreach: bool) -> None:
+    shape = (4, 3)
+    b = Builder(param=empty(shape), grad=empty(shape), lr=0.5)
+    mixed = b.call("mixed", aten.lerp.Scalar, b["param"], b["grad"], 0.25)
+    new = b.call("new", aten.neg.default, b.call("moved", aten.add.Tensor, mixed, b["grad"], alpha=b["lr"]))
+    graph = b.returns(new, b.call("seen", aten.mul.Tensor, b["grad"], b["lr"]))
+    assert chain_of(graph) == {"mixed", "moved", new.name}
+    tasks = [{n: torch.full(shape, i + float(n == "grad")) for n in ("param", "grad")} | {"lr": 0.5} for i in range(2)]
+    values = lists(tasks) | {"seen": [torch.zeros(shape) for _ in tasks]}
+    places = [t.data_ptr() for t in values["param"]]
+    assert evaluate(lift_apply(graph, ("param", "seen"), ["lr"], foreach=foreach), values) == ()
+    assert alike([values["param"], values["seen"]], one_by_one(graph, tasks))
+    assert [t.data_ptr() for t in values["param"]] == places
+
+
 # -- foreach -----------------------------------------------------------------------------------
 
 
