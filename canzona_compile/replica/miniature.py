@@ -133,7 +133,7 @@ def counts_in(optimizer: Optimizer) -> frozenset[int]:
     walk, sums = Snapshot(lambda value: "a tensor" if isinstance(value, Tensor) else None), Counter[str]()
     for home, entries in homes_of(optimizer).items():
         walk.add_home(home, entries)
-    walk.add("of parameters", [public(vars(p)) for group in optimizer.param_groups for p in group["params"]])
+    walk.add("of parameters", [public(p) for group in optimizer.param_groups for p in group["params"]])
     numbers = {place: found[1] for place, found in walk.found.items() if found[0] == "int"}
     for place, number in numbers.items():
         sums[place.rpartition("[")[0]] += number
