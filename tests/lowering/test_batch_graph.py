@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,58 @@ def test_products_become_batched_products() -> None:
     assert alike([list(evaluate(stacked.graph, {"x": x})[0])], one_by_one(graph, [{"x": t} for t in x]))
 
 
+def factored(matrices: int) -> fx.Graph:
+    """Products, a factorization, numbers that tasks share, and a function that is no operator.
+
+    Args:
+        matrices: of a task that is a stack; 0 for a task of one matrix.
+    """
+    shape, product = ((matrices, 4, 4), aten.bmm.default) if matrices else ((4, 4), aten.mm.default)
+    b = Builder(x=empty(shape), y=empty(shape), rate=empty(()))
+    half = b.call("half", aten.mul.Tensor, b["rate"], 0.5)
+    turned = b.call("turned", aten.permute.default, b["x"], [0, 2, 1] if matrices else [1, 0])
+    mixed = b.call("mixed", product, b["y"], turned)
+    moved = b.call("moved", aten.sub.Tensor, mixed, b["y"], alpha=2)
+    scaled = b.call("scaled", aten.div.Tensor, moved, half)
+    both = b.call("both", aten.linalg_qr.default, scaled)
+    parts = [b.call(f"part{i}", operator.getitem, both, i) for i in range(2)]
+    bare = b.call("bare", torch.sub, parts[0], b["y"])
+    last = b.call("last", aten.sub.Tensor, bare, b["y"])
+    less = b.call("less", aten.sub.Tensor, half, b["y"])
+    return b.returns(parts[1], bare, last, less, b.call("lone", torch.neg, last), half)
+
+
+OUTPUTS = {  # which are stacks, by what does not run on stacks
+    "nothing": (True, True, True, True, False, False),
+    "products": (True, False, False, False, False, False),
+    "everything": (False, False, False, False, False, False),
+}
+
+
+@pytest.mark.parametrize("alone", OUTPUTS)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("matrices", [0, 2])
+def test_tasks_of_matrices_and_of_stacks(matrices: int, foreach: bool, alone: str) -> None:
+    """Values go from stacks to lists and back where a node runs alone."""
+    graph = factored(matrices)
+    random = torch.Generator().manual_seed(0)
+    shape = (matrices, 4, 4) if matrices else (4, 4)
+    rate = torch.tensor(0.5)  # and products of small integers, so that each order of sums gives the same bits
+    tasks = [{n: torch.randint(-9, 9, shape, generator=random).float() for n in "xy"} for _ in range(3)]
+
+    def on_stacks(node: fx.Node) -> bool:
+        single = {"nothing": (), "products": (aten.mm.default, aten.bmm.default)}.get(alone)
+        return single is not None and node.target not in (*single, torch.sub, torch.neg)
+
+    found = lift_stacked(graph, ["x"], ["rate"], on_stacks, foreach=foreach, matrices=matrices)
+    assert (found.inputs, found.outputs) == (("x",), OUTPUTS[alone])
+    values = {"x": torch.stack([t["x"] for t in tasks]), "y": [t["y"] for t in tasks], "rate": rate}
+    *results, shared = evaluate(found.graph, values)
+    expected = one_by_one(graph, [{**task, "rate": rate} for task in tasks])
+    assert all(equal(shared, own) for own in expected.pop())
+    assert alike([list(own) for own in results], expected)
+
+
 # -- in place ----------------------------------------------------------------------------------
 
 
@@ -259,9 +312,14 @@ def test_foreach_functions_exist_in_both_forms() -> None:
 @pytest.mark.parametrize("foreach", [True, False])
 def test_foreach_is_used_where_asked_for(foreach: bool) -> None:
     b = Builder(param=empty((3, 2)), grad=empty((3, 2)))
-    lifted = lift_apply(b.returns(muon_like(b)), ["param"], (), foreach=foreach)
+    graph = b.returns(muon_like(b))
+    lifted = lift_apply(graph, ["param"], (), foreach=foreach)
     names = {getattr(n.target, "__name__", "") for n in lifted.nodes if n.op == "call_function"}
     assert names == ({"_foreach_mul_", "_foreach_add_"} if foreach else {"each"})
+    tasks = [{n: torch.full((3, 2), i + float(n == "grad")) for n in ("param", "grad")} for i in range(3)]
+    values = lists(tasks)
+    evaluate(lifted, values)
+    assert alike([values["param"]], one_by_one(graph, tasks))
 
 
 def test_lifted_graphs_are_copied_into_modules() -> None:
