@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.sharding_rules import state_after_a_step
-from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.canonical_names import canonical_groups
@@ -120,7 +119,6 @@ def by_name(saved: dict[str, Any], optimizers: Sequence[Optimizer]) -> dict[str,
         CanzonaError: a group was saved with other parameters.
     """
     groups: list[dict[str, Any]] = list(saved["param_groups"])
-    kinds = [plain_class(optimizer).__name__ for optimizer in optimizers for _ in optimizer.param_groups]
     own = [group for optimizer in optimizers for group in optimizer.param_groups]
     mine = canonical_groups(texts(group, "param_names") for group in own)
     theirs, keys = (
@@ -128,10 +126,10 @@ def by_name(saved: dict[str, Any], optimizers: Sequence[Optimizer]) -> dict[str,
     )
     if any(keys):
         known = {*chain.from_iterable(keys)}
-        same_groups(theirs, mine if known.isdisjoint(chain.from_iterable(theirs)) else keys, kinds)
+        same_groups(theirs, mine if known.isdisjoint(chain.from_iterable(theirs)) else keys)
         theirs = [] if known.isdisjoint(chain.from_iterable(mine)) else keys
         groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
-    place = same_groups(theirs, mine, kinds)
+    place = same_groups(theirs, mine)
     unnamed = [h for h in range(len(groups)) if h not in place.values()]
     for g, h in place.items():
         key_of = dict(zip(theirs[h], groups[h]["params"], strict=True))
@@ -156,12 +154,8 @@ def aligned(theirs: GroupNames, mine: GroupNames) -> GroupNames:
     return [[more + name for name in names] for names in theirs]
 
 
-def same_groups(theirs: GroupNames, mine: GroupNames, kinds: Sequence[str]) -> dict[int, int]:
-    """Find the saved group of each named group of ours, which a class of `kinds` steps.
-
-    Returns:
-        Positions of saved groups by positions of ours; none if one side has no names, or a name twice.
-    """
+def same_groups(theirs: GroupNames, mine: GroupNames) -> dict[int, int]:
+    """Find the positions of our named groups among the saved ones; none if a side lacks names or has one twice."""
     flat = [[*chain.from_iterable(side)] for side in (theirs, mine)]
     if not all(flat) or any(len({*names}) < len(names) for names in flat):
         return {}
@@ -169,9 +163,8 @@ def same_groups(theirs: GroupNames, mine: GroupNames, kinds: Sequence[str]) -> d
     new, old = ([g for names, g in one.items() if names not in other] for one, other in ((ours, saved), (saved, ours)))
     if new or old:
         now, then = mine[new[0]] if new else [], theirs[old[0]] if old else []
-        kind = f" ({kinds[new[0]]})" if new else ""
         raise CanzonaError(
-            f"parameter group {(new or old)[0]}{kind} was saved with other parameters: the state dict has "
+            f"parameter group {(new or old)[0]} was saved with other parameters: the state dict has "
             f"{some(n for n in then if n not in now) or 'none'} where the optimizer has "
             f"{some(n for n in now if n not in then) or 'none'}",
             at="load_state_dict",
