@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, RMSprop
 from torch.utils.flop_counter import FlopCounterMode
 
 import canzona_compile
-from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from tests.harness import toys
+from tests.harness.layouts import ALONE
 from tests.harness.marks import also, first, full
 from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
-from tests.harness.toy_optimizers import GlobalNorm, GlobalNormOnHost, HostReading, TwoKinds
+from tests.harness.ranks import run
+from tests.harness.toy_optimizers import Choosy, GlobalNorm, GlobalNormOnHost, HostReading, TwoKinds
+from tests.harness.trap_runs import frozen_mistakes, verdict
 from tests.harness.traps import NAMED
+from tests.harness.traps.trap import PLAIN
 
 MIXED = ((6, 4), (4, 6), (7,), (5, 3))
 
@@ -336,6 +344,94 @@ def test_what_fails_in_autocast_says_so() -> None:
 
 def test_caches_of_an_optimizer_are_no_counters() -> None:
     Pair(toys.Caching).steps(3)
+
+
+def choosy_step(shapes: tuple[tuple[int, ...], ...], closure: Callable[[], Any] | None = None) -> UnsupportedOptimizer:
+    """The error of a step, which is of the optimizer's own class and of ours."""
+    params = parameters(shapes)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        params = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh)) for p in params]
+    wrapped = canzona_compile.wrap(Choosy(params))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError if closure else TypeError) as caught:
+        wrapped.step(closure)
+    assert isinstance(caught.value, UnsupportedOptimizer)
+    assert isinstance(caught.value.__cause__, ValueError | TypeError)
+    return pickle.loads(pickle.dumps(caught.value))  # type: ignore[no-any-return]
+
+
+def test_an_optimizers_own_error_keeps_its_class_and_names_the_parameter() -> None:
+    found = choosy_step(((6, 4), (4,), (4, 6)))
+    assert "TypeError: only matrices are supported, not 1 dims; toy_optimizers.py, line " in str(found)
+    assert (found.at, found.hint) == (
+        "group0.param1",
+        "leave this parameter to another optimizer, as canzona_compile.hidden_matrices(model) and chain() do",
+    )
+
+
+def test_without_a_parameter_that_it_takes_the_error_names_none() -> None:
+    found = choosy_step(((4,), (5,)))
+    assert (found.at or "", found.hint) == (
+        "",
+        "this is Choosy's own error: give it the parameters and hyperparameters that it takes",
+    )
+
+
+def test_its_own_error_for_a_closure() -> None:
+    found = choosy_step(((6, 4),), lambda: torch.tensor(1.0))
+    assert "it raises ValueError: closures are not supported" in str(found)
+    assert found.hint == "call loss = closure() yourself, then step() without it"
+
+
+@pytest.mark.ranks
+def test_every_rank_raises_the_optimizers_own_error() -> None:
+    found = run(2, choosy_step, ((6, 4), (4,), (4, 6)))
+    assert [error.at for error in found] == ["group0.param1"] * 2
+
+
+def test_an_object_of_one_matrix_raises_an_error_of_its_own() -> None:
+    class Picky(Choosy):
+        def __init__(self, params: Any) -> None:
+            if params[0].ndim != 2:
+                raise TypeError("only matrices")
+            super().__init__(params)
+
+    params = parameters(((6, 4), (4,)))
+    wrapped = canzona_compile.wrap(Choosy(params), one_per_matrix=Picky)
+    feed(wrapped, 0)
+    with pytest.raises(TypeError, match="only matrices") as caught:
+        wrapped.step()
+    assert isinstance(caught.value, CanzonaError)
+    assert caught.value.at == "group0.param1"
+
+
+# -- what small parameters lack, and numbers in tensors ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        "heads-that-divide-rows",
+        "parts-that-sum-to-rows",
+        "rows-of-eight",
+        "stacks-of-heads",
+        "stacks-with-a-norm-from-1000-elements",
+        "scratch-filled",
+        "scratch-counts",
+        "scratch-filled-once",
+        "rate-in-a-tensor-of-its-own",
+    ],
+)
+def test_traps_of_sizes_and_of_numbers_in_tensors(trap: str) -> None:
+    assert frozen_mistakes(NAMED[trap], verdict(NAMED[trap], ALONE), PLAIN) == []
+
+
+def test_explaining_makes_no_tensor_of_a_number() -> None:
+    optimizer = NAMED["rate-made-a-tensor"].make(parameters())
+    assert {row.how for row in canzona_compile.explain(optimizer).parameters} == {"compiled"}
+    assert [type(group["lr"]) for group in optimizer.param_groups] == [float, float]
 
 
 def test_an_optimizer_that_communicates_is_refused() -> None:

@@ -71,6 +71,20 @@ class HostReading(PerParameter):
         param.add_(update, alpha=-group["lr"])
 
 
+class Choosy(PerParameter):
+    """Raises errors of its own for what it does not take."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("closures are not supported")
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if param.ndim != 2:
+            raise TypeError(f"only matrices are supported, not {param.ndim} dims")
+        param.add_(cube(grad), alpha=-group["lr"])
+
+
 class GlobalNorm(PerParameter):
     """Scales every update by the norm of all gradients: parameters are coupled."""
 

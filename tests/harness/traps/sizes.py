@@ -51,6 +51,24 @@ sizes("stacks-of-equal-shapes", EITHER, **LARGE)("""
                 for param, update in zip(params, updates.unbind(), strict=True):
                     param.sub_(update, alpha=group["lr"])
 """)
+HEADS = """
+    for group in self.param_groups:
+        alike = {}
+        for param in group["params"]:
+            alike.setdefault(param.shape, []).append(param)
+        for (rows, columns), params in alike.items():
+            heads = torch.stack([p.grad for p in params]).view(-1, rows // group["heads"], columns)
+            NORM
+            updates = (heads / heads.abs().amax((1, 2), keepdim=True)).view(-1, rows, columns)
+            for param, update in zip(params, updates.unbind(), strict=True):
+                param.sub_(update, alpha=group["lr"])
+"""
+EVEN = {"shapes": ((20, 6), (10, 8), (20, 6), (10, 8))}
+sizes("stacks-of-heads", hypers="heads=5", whole=HEADS.replace("NORM", ""), **EVEN)
+ONE_NORM = "if rows * columns > 1000: heads = heads.clamp(max=heads.norm() / 100)"
+sizes(
+    "stacks-with-a-norm-from-1000-elements", REFUSED, hypers="heads=5", whole=HEADS.replace("NORM", ONE_NORM), **LARGE
+)
 sizes("blocks-of-16-rows", **MIXED)("""
     param:
         if not state:
