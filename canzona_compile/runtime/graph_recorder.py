@@ -41,9 +41,9 @@ class GraphPool:
     handle: Any
 
 
-Place = tuple[int, int]  # the index of a device, and a thread; torch refuses to record into one pool twice at a time
-_pools: weakref.WeakValueDictionary[Place, GraphPool] = weakref.WeakValueDictionary()
-_last: dict[Place, Any] = {}  # the stream on which a recorded program was launched last
+DeviceThread = tuple[int, int]  # the index of a device, and a thread; nobody can record into one pool twice at a time
+_pools: weakref.WeakValueDictionary[DeviceThread, GraphPool] = weakref.WeakValueDictionary()
+_last: dict[DeviceThread, Any] = {}  # the stream on which a recorded program was launched last
 
 
 def pool_of(device: int) -> GraphPool:
@@ -75,7 +75,7 @@ class GraphRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.index = device, index_of(device)
+        self.device = device
 
     def make_room(self) -> None:
         """Give back memory that nobody uses: while a recording is made, torch gives back none, and takes new memory."""
@@ -84,7 +84,7 @@ class GraphRecorder:
 
     def take_turn(self) -> None:
         """Let the current stream wait for the one on which a recorded program ran last: they use the same memory."""
-        place, here = (self.index, threading.get_ident()), torch.cuda.current_stream(self.device)
+        place, here = (index_of(self.device), threading.get_ident()), torch.cuda.current_stream(self.device)
         if (last := _last.get(place, here)) != here:
             here.wait_stream(last)
         _last[place] = here
@@ -102,7 +102,7 @@ class GraphRecorder:
         return self._record(run, stream)
 
     def _record(self, run: Run, stream: str) -> RecordedStretch:
-        index = self.index
+        index = index_of(self.device)
         pool, graph = pool_of(index), torch.cuda.CUDAGraph()
         caller = torch.cuda.current_stream(self.device)
         origin, work = stream_named(ORIGIN, index), stream_named(work_stream(stream), index)
@@ -143,7 +143,7 @@ def work_stream(stream: str) -> str:
     return COMPUTE if stream == CALLER else stream
 
 
-_scratch: dict[Place, Any] = {}  # no other memory comes from these pools
+_scratch: dict[DeviceThread, Any] = {}  # no other memory comes from these pools
 
 
 def keep_scratch(device: torch.device) -> None:

@@ -62,7 +62,13 @@ def rows_layout(shape: Shape, grid: Grid) -> Layout:
 @cache
 def muon_capture() -> Capture:
     """One for all shapes: that Muon couples no parameters is checked once, which takes longer than a shape."""
-    return Capture(torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))], lr=2e-2))
+    return Capture(small_muon())
+
+
+@cache
+def small_muon() -> torch.optim.Muon:
+    """Kept here, because captures do not keep their optimizers."""
+    return torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))], lr=2e-2)
 
 
 @cache
