@@ -206,7 +206,7 @@ def test_copies(info: OptimizerInfo, given: OptimizerInput, way: str) -> None:
         training.step()
         before = [param.detach().clone() for param in training.params]
         original = training.params
-        copied = copy.deepcopy if way == "deepcopy" else lambda held: pickle.loads(pickle.dumps(held))
+        copied: Any = copy.deepcopy if way == "deepcopy" else lambda held: pickle.loads(pickle.dumps(held))
         training.take_over(copied(training.optimizer))
         training.step()
         for old, param in zip(before, original, strict=True):
