@@ -132,15 +132,17 @@ def mixing(optimizer: Optimizer, like: ParamExample, specs: Sequence[ParameterSp
 
 
 def reaches_others(optimizer: Optimizer, like: ParamExample) -> bool:
-    """Tell whether the gradient of a parameter reaches others like it, and one of another shape, with real sizes.
+    """Tell whether a gradient reaches another parameter among a few of real sizes, which step with values.
 
-    Labels cannot be followed through everything that code does with stacks. So those few step with values.
+    Labels cannot be followed through everything that code does with stacks. There are two parameters of a shape, as far
+    as the group has them: like the given one, and the largest others with as many dims.
     """
     params = like.group["params"]
-    order = sorted(range(len(params)), key=lambda i: bool(params[i].shape != like.spec.shape))
-    own = sorted({*order[:2], order[-1]})
+    largest = sorted((p for p in params if p.ndim == len(like.spec.shape)), key=Tensor.numel, reverse=True)
+    shapes = list(dict.fromkeys([like.spec.shape, *(tuple(p.shape) for p in largest)]))[:2]
+    own = sorted(i for shape in shapes for i in [i for i, p in enumerate(params) if p.shape == shape][:2])
     chosen = [own if group is like.group else [] for group in optimizer.param_groups]
-    sizes = frozenset(n for i in own for n in params[i].shape)
+    sizes = frozenset(n for shape in shapes for n in shape)
     for stateful in (False, True):
         scenario = Scenario(chosen, len(OTHER), counts=sizes, stateful=stateful)
         if not params[0].is_meta and len((plain := take(optimizer, scenario)).after) == scenario.steps:

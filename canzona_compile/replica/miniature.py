@@ -63,9 +63,8 @@ class Miniature:
         own_params = [optimizer.param_groups[g]["params"][i] for g, places in enumerate(chosen) for i in places]
         if not stateful and not may_lead_to_tensors([own, groups, on_params, odd]):
             real = own_params
-        # Others are held, and do not step: larger ones than the smallest have no memory.
-        known_only = set(map(id, real)) - set(map(id, own_params)) if counts else ()
-        small_of = {id(p): small(p, sizes, "meta" if id(p) in known_only else p.device) for p in real}
+        stepping = set(map(id, own_params if counts else real))  # others need no memory; they may be large with counts
+        small_of = {id(p): small(p, sizes, p.device if id(p) in stepping else "meta") for p in real}
         large = [*large_tensors(own), *(t for p in real for t in tensors_on(p))]
         blanks = [(tensor, blank(tensor, sizes)) for tensor in large]
         copies = Copies()
@@ -94,7 +93,7 @@ class Miniature:
             self.params += params
         state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd))
         self.optimizer.state = state
-        for param in real if stateful else ():
+        for param in (p for p in real if stateful and id(p) in stepping):
             if own_state := optimizer.state.get(param):
                 state[small_of[id(param)]] = small_state(own_state, sizes, copies)
         self.kept, self.calls = copies.kept, copies.calls

@@ -37,7 +37,7 @@ FALLIBLE = {
     "cholesky",
 }
 
-Said = TypeVar("Said", bound=CanzonaError)
+Ours = TypeVar("Ours", bound=CanzonaError)
 
 
 class Untraceable(Exception):
@@ -253,7 +253,7 @@ def note_rank(rank: int, error: Exception) -> None:
         error.add_note(f"canzona_compile: this was raised by the step of rank {rank}")
 
 
-def as_its_own(error: BaseException, said: Said) -> Said:
+def as_its_own(error: BaseException, said: Ours) -> Ours:
     """Let an error of ours be of the class of an optimizer's own error, too, because users catch that one."""
     ours, theirs = type(said), type(error)
     members = {
