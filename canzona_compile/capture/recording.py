@@ -19,9 +19,7 @@ from torch import Tensor
 
 from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import OpOverload, count_function_modes, no_dispatch, pytree
-from canzona_compile.replica.raised import NoCollectives, Note, Untraceable, is_optimizer, name_of
-
-READS_NUMBERS = "its step reads a number of a tensor on the host, as .item() does"
+from canzona_compile.replica.raised import READS_NUMBERS, NoCollectives, Note, Untraceable, is_optimizer, name_of
 
 NumberList = list[Any]
 

@@ -134,18 +134,20 @@ def mixing(optimizer: Optimizer, like: ParamExample, specs: Sequence[ParameterSp
 def reaches_others(optimizer: Optimizer, like: ParamExample) -> bool:
     """Tell whether a gradient reaches another parameter among a few of real sizes, which step with values.
 
-    Labels cannot be followed through everything that code does with stacks. There are two parameters of a shape, as far
-    as the group has them: like the given one, and the largest others with as many dims.
+    Labels cannot be followed through everything that code does with stacks. There are up to three parameters of a
+    shape, in several groups if they have it: of that of the given one, and of the largest other with as many dims.
     """
-    params = like.group["params"]
-    largest = sorted((p for p in params if p.ndim == len(like.spec.shape)), key=Tensor.numel, reverse=True)
+    groups = optimizer.param_groups
+    found = [(g, i, p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
+    largest = sorted((p for *_, p in found if p.ndim == len(like.spec.shape)), key=Tensor.numel, reverse=True)
     shapes = list(dict.fromkeys([like.spec.shape, *(tuple(p.shape) for p in largest)]))[:2]
-    own = sorted(i for shape in shapes for i in [i for i, p in enumerate(params) if p.shape == shape][:2])
-    chosen = [own if group is like.group else [] for group in optimizer.param_groups]
+    alike = [[(g, i) for g, i, p in found if p.shape == shape] for shape in shapes]
+    own = sorted({place for places in alike for place in (*places[:2], *places[-1:])})
+    chosen = [[i for g, i in own if g == other] for other in range(len(groups))]
     sizes = frozenset(n for shape in shapes for n in shape)
     for stateful in (False, True):
         scenario = Scenario(chosen, len(OTHER), counts=sizes, stateful=stateful)
-        if not params[0].is_meta and len((plain := take(optimizer, scenario)).after) == scenario.steps:
+        if own and not largest[0].is_meta and len((plain := take(optimizer, scenario)).after) == scenario.steps:
             return bool(dependent_places(optimizer, scenario, plain))
     return True
 

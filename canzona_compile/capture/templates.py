@@ -15,7 +15,6 @@ from canzona_compile.capture.dynamo_recorder import DynamoRecorder
 from canzona_compile.capture.eager_parity import has_eager_bits, needs_whole_matrix, reads_numbers
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.recorder import StepRecorder
-from canzona_compile.capture.recording import READS_NUMBERS
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of
 from canzona_compile.compat.interrupts import interrupted_here, uninterrupted
@@ -32,7 +31,7 @@ from canzona_compile.replica.external_counters import Counter, Counts, counts_el
 from canzona_compile.replica.homes import advice, signature
 from canzona_compile.replica.leaves import leaf_forms, python_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from canzona_compile.replica.raised import Untraceable
+from canzona_compile.replica.raised import READS_NUMBERS, Untraceable
 from canzona_compile.replica.randomness import draws
 from canzona_compile.replica.twin import make_tensors
 from canzona_compile.replica.watch import ChangeWatch
@@ -161,6 +160,7 @@ class Capture:
     def _check_separable(self, habits: Habits, names: NamesByGroup) -> None:
         """Check at the real sizes that parameters of each manner are separable, see `check_separable`."""
         counted = {*habits.counters, *self.counts}
+        self._separable.clear()  # of fewer parameters: more of them may be coupled
         for group, own in zip(self.optimizer.param_groups, names, strict=True):
             for param, name in zip(group["params"], own, strict=True):
                 manner = signature(group, self.group_counters()), param.ndim

@@ -38,6 +38,7 @@ FALLIBLE = {
 }
 
 Ours = TypeVar("Ours", bound=CanzonaError)
+READS_NUMBERS = "its step reads a number of a tensor on the host, as .item() does"
 
 
 class Untraceable(Exception):

@@ -50,7 +50,10 @@ def test_right():
 
 
 def test_refused():
-    stepped(Coupled)
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(2, 2)
+    Coupled(params).step()
 
 
 def test_wrong(monkeypatch):

@@ -224,6 +224,32 @@ class Scales(PerParameter):
             param.sub_(param.grad.sign(), alpha=0.1 / (norm if param.numel() > self.most else 1.0))
 
 
+class Together(PerParameter):
+    """Divides large matrices by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = sum(p.grad.norm() for p in params if p.numel() > 300)
+        for param in params:
+            param.sub_(param.grad / (norm if param.numel() > 300 else param.grad.norm()))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one group", "two groups"])
+def test_a_second_large_matrix_shows_that_they_are_coupled(apart: bool) -> None:
+    params = [torch.nn.Parameter(torch.ones(20, 20)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(20, 20)
+    optimizer = canzona_compile.wrap(Together(params[:1]))
+    optimizer.step()
+    if apart:
+        optimizer.add_param_group({"params": params[1:]})
+    else:
+        optimizer.param_groups[0]["params"].append(params[1])
+    with pytest.raises(UnsupportedOptimizer, match="updates parameters together"):
+        optimizer.step()
+
+
 HUGE = ((50_000, 20_000), (20_000, 50_000), (50_000, 10_000))
 
 

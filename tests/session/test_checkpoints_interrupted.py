@@ -76,7 +76,7 @@ def test_a_rank_that_cannot_write(case: Case, tmp_path: Path) -> None:
 def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
     case = Case("fsdp", (2,))
     after = once("shampoo")
-    survivor, died = run(2, save_twice, "shampoo", case, tmp_path, dies=True, dying=[1], patience=10.0, after=after)
+    survivor, died = run(2, save_twice, "shampoo", case, tmp_path, dies=True, dying=[1], after=after)
     assert survivor[0]
     assert died == Died(3)
     written = [len(list((tmp_path / kind).glob("*.distcp"))) for kind in ("good", "bad")]

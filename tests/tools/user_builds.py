@@ -91,7 +91,7 @@ def sabotaged_owners() -> Plain:
             new = original(self)
             if any(task.strategy is Strategy.OWNER for task in self.plan.owned.tasks):
                 with torch.no_grad():
-                    local_part(self.optimizer.param_groups[0]["params"][0]).add_(1)
+                    local_part(self.capture.optimizer.param_groups[0]["params"][0]).add_(1)
             return new
 
         StepDriver.step = broken  # type: ignore[method-assign]
