@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import random
 import re
 import signal
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import foreign_layer
 from canzona_compile.api.wrap import wrap
@@ -81,6 +83,8 @@ class Recorder:
         def stop(*_: Any) -> None:
             raise TooLong(f"more than {self._limit:g} s")
 
+        random.seed(0)
+        torch.manual_seed(0)  # so that tests that draw their inputs draw the same in both runs
         signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, self._limit)
         try:
