@@ -234,7 +234,7 @@ def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:
 
 def send_from_first(model: nn.Module, group: DataParallelGroup) -> None:
     """Give all ranks the parameters and buffers of the first one, as DDP does. This is a collective."""
-    tensors = [*model.parameters(), *(buffer for _, buffer in model.named_buffers())]
+    tensors = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
         for own in (group.shard, group.replicate):
             for tensor in tensors if own is not None else ():

@@ -40,6 +40,7 @@ from canzona_compile.replica.raised import NoCollectives, Untraceable, name_of
 from canzona_compile.replica.watch import by_identity
 from canzona_compile.tensors import given_to, storage_of
 
+MOST_ELEMENTS = 2**29  # of parameters that step with values at their real sizes: 2 GB in float32, and their state
 MOST_PARAMETERS = 8
 MOST_READS = 1000  # numbers on the host; code that waits for them to converge might not end
 LIKELY = {"all", "isfinite"}  # operators that give True for most values
@@ -134,20 +135,20 @@ def mixing(optimizer: Optimizer, like: ParamExample, specs: Sequence[ParameterSp
 def reaches_others(optimizer: Optimizer, like: ParamExample) -> bool:
     """Tell whether a gradient reaches another parameter among a few of real sizes, which step with values.
 
-    Labels cannot be followed through everything that code does with stacks. There are up to three parameters of a
-    shape, in several groups if they have it: of that of the given one, and of the largest other with as many dims.
+    Labels cannot be followed through everything that code does with stacks. There are up to three parameters of each
+    shape that labels have seen, in several groups if they have it. If they are too large to try, the answer is yes.
     """
-    groups = optimizer.param_groups
-    found = [(g, i, p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
-    largest = sorted((p for *_, p in found if p.ndim == len(like.spec.shape)), key=Tensor.numel, reverse=True)
-    shapes = list(dict.fromkeys([like.spec.shape, *(tuple(p.shape) for p in largest)]))[:2]
-    alike = [[(g, i) for g, i, p in found if p.shape == shape] for shape in shapes]
-    own = sorted({place for places in alike for place in (*places[:2], *places[-1:])})
-    chosen = [[i for g, i in own if g == other] for other in range(len(groups))]
+    shapes = list(dict.fromkeys(spec.shape for spec in (like.spec, *others_of(like))))
+    places = [(g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])]
+    alike = [[place for place in places if place[2].shape == shape] for shape in shapes]
+    own = [place for found in alike for place in (*found[:2], *found[2:][-1:])]
+    if not own or any(p.is_meta for *_, p in own) or sum(p.numel() for *_, p in own) > MOST_ELEMENTS:
+        return True
+    chosen = [sorted(i for g, i, _ in own if g == other) for other in range(len(optimizer.param_groups))]
     sizes = frozenset(n for shape in shapes for n in shape)
     for stateful in (False, True):
         scenario = Scenario(chosen, len(OTHER), counts=sizes, stateful=stateful)
-        if own and not largest[0].is_meta and len((plain := take(optimizer, scenario)).after) == scenario.steps:
+        if len((plain := take(optimizer, scenario)).after) == scenario.steps:
             return bool(dependent_places(optimizer, scenario, plain))
     return True
 

@@ -245,6 +245,7 @@ class Capture:
             leaves = recorder.first_leaves
             tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
             return ParamKind(recorder, {}, tensors, recorder.counters())
+        # The second way may give the same reason, with the line to blame.
         told = (reason for reason in dict.fromkeys(reasons) if not reasons[-1].startswith(f"{reason};"))
         return self.interpreted(like.spec, "; by dispatch: ".join(told))
 

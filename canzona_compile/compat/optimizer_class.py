@@ -29,8 +29,8 @@ class HeldOptimizer:
         found: Optimizer | None = vars(holder)["_optimizer"]()
         if found is None:
             raise CanzonaError(
-                "the wrapped optimizer was freed, and what it had as .canzona is of no use without it",
-                hint="keep the optimizer itself as long as you use optimizer.canzona",
+                "a wrapped optimizer that this call needs was freed",
+                hint="keep the optimizer while you use its .canzona, its chain or the others of its zero1 call",
             )
         return found
 

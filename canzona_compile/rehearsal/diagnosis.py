@@ -92,8 +92,8 @@ def object_per_matrix(optimizer: Optimizer) -> str:
     says = "if each matrix is updated by itself, give each an optimizer object of its own"
     if problem := problem_of_objects(optimizer, lambda params: kind(params, **given)):
         return (
-            f"{says} by one_per_matrix=, a function that makes one of a list of one parameter, ready to step; "
-            f"{made} alone fails: {problem}"
+            f"{says}: pass one_per_matrix= a function that takes a list of one parameter and returns an optimizer that "
+            f"can step. {made} is not enough: {problem}"
         )
     return f"{says}: wrap(optimizer, one_per_matrix=lambda params: {made})"
 
@@ -106,20 +106,20 @@ def problem_of_objects(optimizer: Optimizer, make: Maker) -> str:
     groups = optimizer.param_groups
     cast = zip(groups, scenarios([len(group["params"]) for group in groups])[0].chosen, strict=True)
     chosen = [sorted(own, key=lambda i: group["params"][i].numel())[:1] for group, own in cast]
-    small = Miniature(optimizer, chosen)
     like = [group["params"][i] for group, own in zip(groups, chosen, strict=True) for i in own]
-    for real, group in zip(like, (g for g in small.optimizer.param_groups if g["params"]), strict=True):
-        if real.is_meta:  # nothing can be tried without values
-            return ""
-        spec, generator = ParameterSpec.of(real), torch.Generator().manual_seed(0)
-        grad = torch.randn(spec.shape, generator=generator, device="cpu").to(spec.device, spec.grad_dtype)
-        try:
+    if any(real.is_meta for real in like):  # nothing can be tried without values
+        return ""
+    try:
+        small = Miniature(optimizer, chosen)
+        for real, group in zip(like, (g for g in small.optimizer.param_groups if g["params"]), strict=True):
+            spec, generator = ParameterSpec.of(real), torch.Generator().manual_seed(0)
+            grad = torch.randn(spec.shape, generator=generator, device="cpu").to(spec.device, spec.grad_dtype)
             with Outside(optimizer), as_written(), NoCollectives():
                 own_object = OwnObject(make, "", spec, small.optimizer, group)
                 own_object.step(own_object.param.detach(), grad)
-        except Exception as error:  # whatever the user's code raises
-            cause = error.__cause__ or error
-            return f"{first_line(cause)}{blamed(cause)}"
+    except Exception as error:  # whatever the user's code raises
+        cause = error.__cause__ or error
+        return f"{first_line(cause)}{blamed(cause)}"
     return ""
 
 

@@ -248,7 +248,7 @@ def with_loose(optimizer: Optimizer, scenario: Scenario, plain: RehearsedSteps) 
     other = take(optimizer, replace(scenario, others=range(scenario.params)))
     moved = [place for a, b in zip(plain.after, again.after, strict=False) for place in changed(a, b)]
     equal = len(again.after) == len(plain.after) and again.numbers == plain.numbers
-    free = all(a == b for a, b in zip(plain.numbers, other.numbers, strict=False))
+    free = len(other.numbers) > 1 and all(a == b for a, b in zip(plain.numbers, other.numbers, strict=False))
     return again if equal and free and not (again.operators.reads_unwritten or parameters_in(moved)) else None
 
 
@@ -283,8 +283,8 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     if found.outside:
         raise UnsupportedOptimizer(
             f"{kind}.step changes {some(found.outside)}, outside of the optimizer",
-            hint="keep per-parameter data in self.state[param], and counters in attributes of the optimizer; or, if "
-            "the change is alike for all parameters, as where a function is compiled when it is first called, and "
+            hint="keep per-parameter data in self.state[param], and counters in attributes of the optimizer. Or, if "
+            "this changes only once, such as when a function is compiled at its first call, and "
             f"{object_per_matrix(optimizer)}",
         )
     if places := texts_written(found):
@@ -345,6 +345,8 @@ def closure_problem(optimizer: Optimizer) -> str:
         alone = take(optimizer, once)
         if alone.error is None:
             break
+    else:
+        return ""  # it fails without a closure too, which the rehearsal says
     found = take(optimizer, once, with_closure)
     if found.error is not None:
         said = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -127,15 +127,19 @@ def small_sizes(shapes: Iterable[Shape], counts: Collection[int] = ()) -> dict[i
 
 
 def counts_in(optimizer: Optimizer) -> frozenset[int]:
-    """What the code of an optimizer may divide sizes by: whole numbers that it holds, such as that of heads, the sum of
-    each list or dict of them, such as the sizes of parts, and `BLOCKS`."""
-    walk, sums = Snapshot(lambda value: "a tensor" if isinstance(value, Tensor) else None), Counter[str]()
+    """Numbers that the code of an optimizer may divide sizes by.
+
+    They are the integers that it holds, such as that of heads, the sum of each list or dict of them, such as the sizes
+    of parts, and `BLOCKS`.
+    """
+    walk, sums = Snapshot(lambda value: "a tensor" if isinstance(value, Tensor) else None), defaultdict[str, int](int)
     for home, entries in homes_of(optimizer).items():
         walk.add_home(home, entries)
     walk.add("of parameters", [public(p) for group in optimizer.param_groups for p in group["params"]])
     numbers = {place: found[1] for place, found in walk.found.items() if found[0] == "int"}
     for place, number in numbers.items():
-        sums[place.rpartition("[")[0]] += number
+        if holder := place.rpartition("[")[0]:
+            sums[holder] += number
     return frozenset((*numbers.values(), *sums.values(), *BLOCKS))
 
 

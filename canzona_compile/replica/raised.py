@@ -8,6 +8,7 @@ looks at the note. Other errors depend on values, and no trial meets them: these
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -266,13 +267,14 @@ def as_its_own(error: BaseException, said: Ours) -> Ours:
         return said
     with contextlib.suppress(TypeError):  # its class cannot have another base
         said = type(ours.__name__, (ours, theirs), members)(said.problem, at=said.at, hint=said.hint)
+        vars(said).update({name: value for name, value in vars(error).items() if name not in vars(said)})
     return said
 
 
 def is_meant(error: BaseException) -> bool:
     """Tell whether a statement of the optimizer's code raises an error, and no operation that fails there."""
     last = [*frames_behind(error)][-1:]
-    return any(is_optimizer(Path(f.filename)) and (f.line or "").startswith(("raise ", "assert ")) for f in last)
+    return any(is_optimizer(Path(f.filename)) and re.search(r"\b(raise|assert)\b", f.line or "") for f in last)
 
 
 def blamed(error: BaseException) -> str:
@@ -282,7 +284,7 @@ def blamed(error: BaseException) -> str:
     """
     frames = [frame for frame in frames_behind(error) if is_optimizer(Path(frame.filename))]
     last = [f"; {Path(own.filename).name}, line {own.lineno}: {(own.line or '').strip()}" for own in frames[-1:]]
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if last and "dtype" in str(error) and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         last.append(" (inside of torch.autocast, which computes products in another dtype: step outside of it)")
     return "".join(last)
 

@@ -82,11 +82,14 @@ class Binder:
             self.capture.notice()  # of changes since `explain` or the last plan
             self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
         except Exception as error:
-            told = flat_shards(self._named) or error
-            if refused is not None and isinstance(told, UnsupportedOptimizer | UnsupportedLayout):
-                refused |= dict.fromkeys(names, told)
+            told = flat_shards(self._named)
+            reason = told or error
+            if refused is not None and isinstance(reason, UnsupportedOptimizer | UnsupportedLayout):
+                refused |= dict.fromkeys(names, reason)
                 return []
-            raise told from error.__cause__
+            if told is None:
+                raise
+            raise told from error
         check_disjoint(self._named)
         if elsewhere := [error for name, error in self._known.refused.items() if name not in names]:
             raise elsewhere[0]  # of a parameter that other ranks have

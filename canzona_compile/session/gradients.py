@@ -233,7 +233,9 @@ def unlike_parameter(param: Any, grad: Tensor, name: str) -> InvalidGradient:
     return InvalidGradient(
         f"the gradient has placements {placements}, but the parameter has {param.placements}{summands}",
         at=name,
-        hint="set param.grad = param.grad.redistribute(placements=param.placements) before step()",
+        hint="set param.grad = param.grad.redistribute(placements=param.placements) before step()"
+        if isinstance(grad, DTensor) and grad.device_mesh == param.device_mesh
+        else "make it by DTensor.from_local(grad, param.device_mesh, param.placements)",
     )
 
 

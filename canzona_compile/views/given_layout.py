@@ -52,8 +52,8 @@ class Shardings:
 
 def shardings_of(named: Named, given: GivenLayout | None) -> Shardings:
     """Find out which parameters are fragments, and of what. This communicates with nobody and raises nothing."""
-    if given is not None and named:
-        given = given.on(named[0][2].device.type)
+    if given is not None:
+        given = given.on(named[0][2].device.type if named else "cpu")
     found = Shardings(meshes=[] if given is None else given.known_meshes())
     for name, _, param in named:
         try:

@@ -61,13 +61,15 @@ class Muon(torch.optim.Muon):
                 loss = closure()
         # No view flattens a convolution in channels_last by index, so a contiguous copy of it is stepped.
         groups = [group for group in self.param_groups if group.get("matrix_dims", self.matrix_dims) > 2]
-        params = [p for group in groups for p in group["params"] if not p.is_contiguous()]
+        params = [p for group in groups for p in group["params"] if p.grad is not None and not p.is_contiguous()]
         memory = [param.data for param in params]
         for param in params:
             param.data = param.data.contiguous()
-        STEP(self)
-        for param, own in zip(params, memory, strict=True):
-            param.data = own.copy_(param)
+        try:
+            STEP(self)
+        finally:
+            for param, own in zip(params, memory, strict=True):
+                param.data = own.copy_(param)
         return loss
 
     def _init_group(

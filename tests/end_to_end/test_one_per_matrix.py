@@ -396,12 +396,12 @@ def refusal_of(optimizer: Any) -> str:
 
 def test_a_line_that_fails_is_not_printed() -> None:
     says = refusal_of(ByName([(str(i), param) for i, param in enumerate(parameters(SHAPES))], lr=0.03))
-    assert "ByName(params, lr=0.03) alone fails: ValueError: too many values to unpack" in says
+    assert "ByName(params, lr=0.03) is not enough: ValueError: too many values to unpack" in says
     modal = InTrainMode(parameters(SHAPES))
     modal.train()
     says += refusal_of(modal)
     assert "leave it out of `wrap`" in says
-    assert "InTrainMode(params, lr=0.1) alone fails: RuntimeError: not in train mode" in says
+    assert "InTrainMode(params, lr=0.1) is not enough: RuntimeError: not in train mode" in says
     assert "wrap(optimizer, one_per_matrix=" not in says
 
 
