@@ -111,6 +111,8 @@ class Copies:
         except RecursionError:
             self._forget(known)
             return self._keep(value)
+        finally:
+            self._ways.clear()  # they are bound to this object, which would keep all originals until Python looks
 
     def _of(self, value: Any) -> Any:
         kind = type(value)

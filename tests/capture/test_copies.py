@@ -375,3 +375,17 @@ def test_generators_are_refused_wherever_they_are() -> None:
 
 
 # -- what trials may not change --------------------------------------------------------------------
+
+
+def test_what_makes_copies_keeps_no_original_alive() -> None:
+    """Rehearsals copy optimizers, which would live on until Python looks for garbage."""
+    gc.disable()
+    try:
+        optimizer, copies = SGD(parameters(), lr=0.1), Copies()
+        copies.remember(optimizer, object())
+        copies.of([{"a": [1]}, (optimizer,)])
+        alive = weakref.ref(optimizer)
+        del optimizer, copies
+        assert alive() is None
+    finally:
+        gc.enable()
