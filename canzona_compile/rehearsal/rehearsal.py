@@ -169,7 +169,8 @@ def forms_of(optimizer: Optimizer, scenario: Scenario) -> Iterator[Scenario]:
     Parameters may need the state that they have, if the constructor made it, or sizes that keep what divides them.
     """
     stateful = any(isinstance(key, Tensor) for key in optimizer.state)
-    for counts in (frozenset[int](), counts_in(optimizer)):
+    for larger in (False, True):
+        counts = counts_in(optimizer) if larger else ()
         yield from (replace(scenario, counts=counts, stateful=own) for own in (False, True)[: 1 + stateful])
 
 
