@@ -33,11 +33,13 @@ from canzona_compile.capture.graphs import RecordedGraph
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.recording import CallPath, CallRecorder, RecordedCall, reads_precision
 from canzona_compile.capture.variant import Answer, StepInputs, Variant
-from canzona_compile.compat.torch_private import pytree
+from canzona_compile.compat.torch_private import OpOverload, pytree
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.program_ops import ProductAt
+from canzona_compile.rehearsal.operators import FILLS
 from canzona_compile.replica.homes import hypers
-from canzona_compile.replica.raised import Untraceable
+from canzona_compile.replica.raised import Untraceable, name_of
 from canzona_compile.replica.twin import scratch_of
 from canzona_compile.tensors import storage_of
 
@@ -189,6 +191,7 @@ class DispatchRecorder(StepRecorder):
         own = {i: path.calls[i] for i in path.own}
         names = [f"t{i}" for i in range(len(path.tensors))] + path.names
         parts = {i: part_at(path.calls, i) for i, call in own.items() if isinstance(call.func, CompiledEntry)}
+        check_written_first(path, scratch_of(self.twin).values())
         examples = [*path.tensors, *(torch.empty((), dtype=torch.float64, device="cpu") for _ in path.names)]
         examples += [tensor for part in parts.values() for tensor in part.examples]
         graph, baked = self.traced(
@@ -234,6 +237,21 @@ def recorded_module(
     given = [node for part in parts.values() for node in part.given.values()]
     written.graph.output((*map(written.node_of, path.returned), *given))
     return fx.GraphModule({}, written.graph)
+
+
+def check_written_first(path: TracedPath, scratch: Iterable[Tensor]) -> None:
+    """Refuse a path that reads scratch before it has written it: another parameter or an earlier step wrote that."""
+    unwritten = {id(tensor) for tensor in scratch}
+    for call in (path.calls[index] for index in own_calls(path.calls)):
+        touched = [id(leaf) for leaf in call.leaves if id(leaf) in unwritten]
+        fills = isinstance(call.func, OpOverload) and name_of(call.func) in FILLS
+        if touched and not (fills and touched == [id(call.leaves[0])]):
+            raise UnsupportedOptimizer(
+                "its step reads a number that it keeps on itself before it writes it, so that one parameter or step "
+                "may depend on another",
+                hint="keep it in self.state[param], or write it before every use",
+            )
+        unwritten.difference_update(touched)
 
 
 def give_precisions(graph: fx.Graph, calls: Iterable[RecordedCall]) -> str:

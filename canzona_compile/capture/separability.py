@@ -63,7 +63,7 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
         Whether the step could be followed. If not, only a rehearsal shows whether parameters are independent.
     """
     kind = plain_class(optimizer).__name__
-    specs = sorted([like.spec, like.spec, *others_of(like)], key=lambda spec: -math.prod(spec.shape))
+    specs = sorted([like.spec, like.spec, *others_of(optimizer, like)], key=lambda spec: -math.prod(spec.shape))
     with Outside(optimizer, lambda v: "the optimizer" if v is optimizer else by_identity(v), (), CachedCalls()) as own:
         found = labelled(optimizer, like, specs)
         if found is None:
@@ -96,9 +96,9 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
     return not labels.reads
 
 
-def others_of(like: ParamExample) -> list[ParameterSpec]:
-    """The largest other kinds of parameters in the group of one, with as many dims; two of each, if they are few."""
-    params = [p for p in like.group.get("params", ()) if p.ndim == len(like.spec.shape)]
+def others_of(optimizer: Optimizer, like: ParamExample) -> list[ParameterSpec]:
+    """The largest other kinds of parameters, with as many dims as one; two of each, if they are few."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.ndim == len(like.spec.shape)]
     params.sort(key=Tensor.numel, reverse=True)
     specs = dict.fromkeys(replace(ParameterSpec.of(p), device=like.spec.device) for p in params)
     return [spec for spec in [*specs] * 2 if spec != like.spec][: MOST_PARAMETERS - 2]
@@ -138,7 +138,7 @@ def reaches_others(optimizer: Optimizer, like: ParamExample) -> bool:
     Labels cannot be followed through everything that code does with stacks. There are up to three parameters of each
     shape that labels have seen, in several groups if they have it. If they are too large to try, the answer is yes.
     """
-    shapes = list(dict.fromkeys(spec.shape for spec in (like.spec, *others_of(like))))
+    shapes = list(dict.fromkeys(spec.shape for spec in (like.spec, *others_of(optimizer, like))))
     places = [(g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])]
     alike = [[place for place in places if place[2].shape == shape] for shape in shapes]
     own = [place for found in alike for place in (*found[:2], *found[2:][-1:])]

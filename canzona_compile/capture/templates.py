@@ -33,7 +33,7 @@ from canzona_compile.replica.leaves import leaf_forms, python_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import READS_NUMBERS, Untraceable
 from canzona_compile.replica.randomness import draws
-from canzona_compile.replica.twin import make_tensors
+from canzona_compile.replica.twin import make_tensors, scratch_of
 from canzona_compile.replica.watch import ChangeWatch
 
 log = logging.getLogger(__name__)
@@ -322,6 +322,12 @@ class Capture:
     @uninterrupted
     def interpreted(self, spec: ParameterSpec, reason: str) -> ParamKind:
         """Make a kind whose every step is the optimizer's own eager step, on an owner rank."""
+        if scratch_of(self.optimizer):
+            raise UnsupportedOptimizer(
+                "its step holds numbers on itself, and no capture shows that it writes them before it reads them: "
+                f"{reason}",
+                hint=f"keep them in self.state[param]; or, {object_per_matrix(self.optimizer)}",
+            )
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
         made = interpreted_template(label, spec, reason, on_owner=self.maker is not None)

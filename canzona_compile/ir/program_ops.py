@@ -75,7 +75,11 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         results = list(map(call, *rows))
     if results and isinstance(results[0], tuple):
         return tuple(map(list, zip(*results, strict=True)))
-    return results
+    return NumberPerTask(results) if results and isinstance(results[0], int | float) else results
+
+
+class NumberPerTask(list[Any]):
+    """A number per task, such as what each reads of its counter; other lists of numbers are one argument for all."""
 
 
 def entries(value: Any) -> Sequence[Any] | None:
@@ -86,7 +90,7 @@ def entries(value: Any) -> Sequence[Any] | None:
     """
     if not isinstance(value, (list, tuple)) or not value:
         return None
-    if isinstance(value[0], (Tensor, EagerTask)):
+    if isinstance(value[0], (Tensor, EagerTask)) or isinstance(value, NumberPerTask):
         return value
     columns = [entries(own) for own in value]
     count = next((len(own) for own in columns if own is not None), None)

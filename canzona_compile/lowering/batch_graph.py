@@ -132,7 +132,8 @@ class Lifter:
     def _uniform(self, node: fx.Node) -> bool:
         """Whether a foreach function takes the operands: first a list, and then lists or one number."""
         tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]
-        return all(n in self.lists or n in self.stacks for n in tensors) and node.args[0] in tensors
+        lists = [n for n in node.all_input_nodes if n not in self.singles]
+        return lists == tensors and node.args[0] in tensors
 
     def _stacked_call(self, node: fx.Node) -> fx.Node:
         ndim = max(v.ndim for n in [node, *node.all_input_nodes] if (v := tensor_value(n)) is not None)

@@ -24,7 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from canzona_compile.compat.optimizer_class import compiled_methods, plain_class, plain_step
 from canzona_compile.errors import CanzonaError, RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
-from canzona_compile.rehearsal.batching import alike_in_double, dependent_places, differences, other_products
+from canzona_compile.rehearsal.batching import (
+    alike_in_double,
+    dependent_places,
+    differences,
+    numbers_in,
+    other_products,
+)
 from canzona_compile.rehearsal.diagnosis import (
     NamesByGroup,
     differing_places,
@@ -222,6 +228,8 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
     for one in scenario.easier():
         plain = together(optimizer, one)
         parts = take(optimizer, one, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
+        if not differing_places(plain, parts):
+            return habits_in(scenario, one, plain, 0.0 if other_products(plain, parts) else None)
         loose = Loose(plain.loose.scratch | parts.loose.scratch, plain.loose.made)
         if loose != Loose() and (again := with_loose(optimizer, replace(one, loose=loose), plain)) is not None:
             plain, one = again, replace(one, loose=loose)
@@ -245,12 +253,28 @@ def with_loose(optimizer: Optimizer, scenario: Scenario, plain: RehearsedSteps) 
     None unless steps write all of it before they read it, do the same then, and write the same whatever gradients are.
     So nothing can come through it from one parameter to another, nor from one step to the next.
     """
+    if not converts_alike(optimizer, scenario):
+        return None
     again = together(optimizer, scenario)
     other = take(optimizer, replace(scenario, others=range(scenario.params)))
     moved = [place for a, b in zip(plain.after, again.after, strict=False) for place in changed(a, b)]
     equal = len(again.after) == len(plain.after) and again.numbers == plain.numbers
     free = len(other.numbers) > 1 and all(a == b for a, b in zip(plain.numbers, other.numbers, strict=False))
     return again if equal and free and not (again.operators.reads_unwritten or parameters_in(moved)) else None
+
+
+def converts_alike(optimizer: Optimizer, scenario: Scenario) -> bool:
+    """Tell whether steps make tensors of hyperparameters by their values alone, as `make_tensors` does."""
+    stepping = [group for group, own in zip(optimizer.param_groups, scenario.chosen, strict=True) if own]
+    keys = [(g, key) for g, group in enumerate(stepping) for key in scenario.loose.made if type(group[key]) is float]
+    scaled = []
+    for factor in (1.0, 2.0**-12, 2.0**12) if keys else ():  # which rounds nothing
+        first = replace(scenario, steps=1, missing={}, frozen=None, rates={0: factor}, loose=Loose())
+        after = (take(optimizer, first).after or [{}])[0]
+        held = [after.get(f"param_groups[{g}][{key!r}]", ()) for g, key in keys]
+        numbers = [numbers_in(after.get(one[1]) if one[:1] == ("the same as",) else one) for one in held]
+        scaled.append([math.nan if number is None else float(number) / factor for number in numbers])
+    return all(one == scaled[0] for one in scaled)
 
 
 def habits_in(scenario: Scenario, one: Scenario, plain: RehearsedSteps, batches: float | None) -> Habits:

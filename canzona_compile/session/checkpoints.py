@@ -149,6 +149,8 @@ def aligned(theirs: GroupNames, mine: GroupNames) -> GroupNames:
     """Names with the prefix that ours have, or without one that ours lack, if that is how the first ones differ."""
     first, own = (min(chain.from_iterable(side), default="") for side in (theirs, mine))
     if first.endswith(f".{own}"):
+        if not all(name.startswith(first.removesuffix(own)) for name in chain.from_iterable(theirs)):
+            return theirs
         return [[name.removeprefix(first.removesuffix(own)) for name in names] for names in theirs]
     more = own.removesuffix(first) if own.endswith(f".{first}") else ""
     return [[more + name for name in names] for names in theirs]

@@ -356,3 +356,13 @@ def test_norms_and_sums_of_a_stack_run_at_once(keepdim: bool) -> None:
         assert {t for t in called if t in REDUCTIONS} == targets
         found = evaluate(lifted.graph, {"x": torch.stack([t["x"] for t in tasks])})
         assert alike([list(own) for own in found], one_by_one(graph, tasks))
+
+
+def test_numbers_that_tasks_read_are_one_for_each() -> None:
+    """Such as the counter that each has in its state."""
+    read = program_ops.each(torch.ops.aten._local_scalar_dense.default, [torch.tensor(2.0), torch.tensor(3.0)])
+    scaled = program_ops.each(operator.mul, 0.5, read)
+    assert list(scaled) == [1.0, 1.5]
+    params, grads = ([torch.ones(2), torch.ones(3)] for _ in range(2))
+    found = program_ops.each(torch.ops.aten.add.Tensor, params, grads, alpha=scaled)
+    assert [one.tolist() for one in found] == [[2.0, 2.0], [2.5, 2.5, 2.5]]

@@ -302,3 +302,16 @@ def test_state_that_may_have_another_shape_than_its_parameter_is_loaded() -> Non
     saved.steps(0, 1)
     loaded.optimizer.load_state_dict(saved.optimizer.state_dict())
     assert loaded.differs(saved, values=False) == []
+
+
+def test_a_prefix_that_only_some_names_have_is_no_prefix() -> None:
+    saved, ours = (
+        torch.optim.SGD([(name, torch.nn.Parameter(torch.ones(2, 2))) for name in names], lr=0.1, momentum=0.9)
+        for names in (["a.w", "w"], ["w", "x.w"])
+    )
+    for optimizer in (saved, ours):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones(2, 2)
+    saved.step()
+    with pytest.raises(CanzonaError, match="saved with other parameters"):
+        wrap(ours).load_state_dict(saved.state_dict())
