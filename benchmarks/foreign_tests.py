@@ -69,7 +69,6 @@ class Suite:
 SUITES = {
     "optim-db": Suite("", ("foreign_optim_db.py",)),
     "torch-schedulers": Suite("pytorch", ("test/optim/test_lrscheduler.py", "test/optim/test_swa_utils.py")),
-    "torch-optim": Suite("pytorch", ("test/optim/test_optim.py", "test/optim/test_muon.py")),
     "torch-fsdp2": Suite(
         "pytorch",
         (
