@@ -33,6 +33,7 @@ from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 SAMPLES = 3
+MORE_SAMPLES = 32  # of elementwise work in 16 bits, which hides most of what numbers of 32 bits lack
 LARGEST = 2**24  # elements; larger matrices are not compared, because what code asks does not depend on the size
 
 
@@ -74,12 +75,14 @@ def has_eager_bits(
     """
     foreach = "foreach" in moment.group and not is_torch_s_own(optimizer)
     work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
-    if work in known or not (recorder.why or foreach or needs_whole_matrix(template)):
+    short = recorder.spec.dtype.itemsize < 4  # fragments of these may run by the graph, whose numbers Dynamo may narrow
+    if work in known or not (recorder.why or foreach or short or needs_whole_matrix(template)):
         return True
     if math.prod(recorder.spec.shape) > LARGEST:
         return not recorder.calls_compiled or num_compiled_calls(template.graph) > 0
     with undisturbed(optimizer):
-        held = all(same_bits(optimizer, template, recorder, moment, seed) for seed in range(SAMPLES))
+        samples = MORE_SAMPLES if short and not needs_whole_matrix(template) else SAMPLES
+        held = all(same_bits(optimizer, template, recorder, moment, seed) for seed in range(samples))
     known |= {work} if held else set()
     return held
 

@@ -535,3 +535,15 @@ def test_a_gradient_that_plain_steps_left_in_the_state() -> None:
         param.grad.mul_(2.0)
     with pytest.raises(InvalidGradient, match="written over an earlier gradient"):
         wrapped.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.RAdam, torch.optim.NAdam, torch.optim.Adamax])
+def test_numbers_of_elementwise_steps_in_16_bits_are_those_of_the_eager_step(make: type[Optimizer]) -> None:
+    """Dynamo narrows what they make of a counter that is a tensor."""
+    plain, wrapped = (make(parameters(((7, 5),), torch.bfloat16), lr=0.01, weight_decay=0.1) for _ in range(2))  # type: ignore[call-arg]
+    canzona_compile.wrap(wrapped)
+    for step in range(8):
+        for optimizer in (plain, wrapped):
+            feed(optimizer, step)
+            optimizer.step()
+    assert different(plain, wrapped) == []
