@@ -21,7 +21,7 @@ from canzona_compile.tools.calibration import measure
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
 from canzona_compile.tools.calibration.together import bookkeeping, link_among
-from canzona_compile.tools.processes import run_ranks
+from canzona_compile.tools.processes import rank_calls, run
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ def cpu(ranks: int, extent: MeasurementSizes) -> MeasuredRates:
     Returns:
         What they found; without a network, since all are on this machine, and without a link if there is one rank.
     """
+    # What keeps ranks from meeting has a hint of its own, so it is not among those of a rank that fails.
+    calls, _store = rank_calls(ranks, cpu_rank, (ranks, extent), TIMEOUT.total_seconds())
     try:
-        found: list[MeasuredRates] = run_ranks(
-            ranks, cpu_rank, (ranks, extent), LIMIT, patience=TIMEOUT.total_seconds()
-        )
+        found: list[MeasuredRates] = run(calls, LIMIT)
     except CanzonaError as error:
         hint = "fewer --ranks need less memory and fewer ports"
         raise CanzonaError(f"a rank of the calibration failed: {error.problem}", hint=hint) from error
