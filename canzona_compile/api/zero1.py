@@ -35,7 +35,7 @@ from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
 from canzona_compile.ir.sharding import GivenLayout
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.runtime.channel import channel_of
-from canzona_compile.runtime.equal_copies import EXPERTS, bits
+from canzona_compile.runtime.equal_copies import HINT_EXPERTS, digest_of
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.session.params import check_usable
 from canzona_compile.tensors import is_expert, local_part
@@ -208,7 +208,7 @@ def check_experts(params: Mapping[str, Tensor], group: DataParallelGroup, given:
     experts = {name: param for name, param in params.items() if is_expert(param)}
     if not experts or group.size * group.replicas == 1:
         return
-    told = [torch.stack([*map(bits, experts.values())]).tolist()]
+    told = [torch.stack([*map(digest_of, experts.values())]).tolist()]
     for own in filter(None, (group.shard, group.replicate)):
         parts: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(own))]
         dist.all_gather_object(parts, told, group=own)
@@ -219,7 +219,7 @@ def check_experts(params: Mapping[str, Tensor], group: DataParallelGroup, given:
             "its attribute allreduce=False says that it is an expert, and ranks of mesh= may hold different ones, but "
             "zero1 adds the gradients of all of them",
             at=[*differ, *experts][0],
-            hint=f"without zero1, {EXPERTS}. If all ranks of mesh= have the same values of the same experts, pass "
+            hint=f"without zero1, {HINT_EXPERTS}. If all ranks of mesh= have the same values of the same experts, pass "
             'layout={"*.experts.*": None} to zero1',
         )
 

@@ -33,7 +33,7 @@ from canzona_compile.rehearsal.trial import take
 from canzona_compile.replica.copies import CachedCalls
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.miniature import counts_in, small_sizes
+from canzona_compile.replica.miniature import divisors_of, small_sizes
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import NoCollectives, Untraceable, name_of
@@ -78,7 +78,7 @@ def check_separable(optimizer: Optimizer, like: ParamExample, counters: Collecti
         mixed = labels.mixed(twin)
         if mixed and (labels.reads or mixing(optimizer, like, [like.spec] * 2) is False):
             # Some stack parameters, or have scratch memory for all. A rehearsal has compared the bits of small ones.
-            sizes = small_sizes((spec.shape for spec in specs), counts_in(optimizer))
+            sizes = small_sizes((spec.shape for spec in specs), divisors_of(optimizer))
             small = [replace(spec, shape=tuple(sizes[n] for n in spec.shape)) for spec in specs]
             mixed = mixing(optimizer, like, small) is False
         mixed = mixed and reaches_others(optimizer, like)

@@ -26,7 +26,7 @@ from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.step import Role, Template
 from canzona_compile.ir.variant_period import variant_period_of
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, broken, object_per_matrix
-from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, default_names, rehearse
+from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, default_names, no_closure, rehearse
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
 from canzona_compile.replica.homes import advice, signature
 from canzona_compile.replica.leaves import leaf_forms, python_leaves
@@ -215,10 +215,7 @@ class Capture:
         if self._closure is None:
             self._closure = closure_problem(self.optimizer)
         if self._closure:
-            raise UnsupportedOptimizer(
-                f"{plain_class(self.optimizer).__name__}.step cannot be called with a closure: {self._closure}",
-                hint="call loss = closure() yourself, then step() without it",
-            )
+            raise no_closure(self.optimizer, self._closure)
 
     def group_counters(self) -> frozenset[str]:
         """Return the keys of parameter groups in which the step counts."""

@@ -47,6 +47,7 @@ class Interrupts:
 
 
 _interrupts = Interrupts()
+_one_thread = threading.RLock()
 _note = _interrupts.note  # one object, so that `is` tells whether it is the handler
 
 
@@ -79,11 +80,14 @@ def interrupted_here() -> None:
 
 
 def uninterrupted(function: Callable[CallArguments, Result]) -> Callable[CallArguments, Result]:
-    """Run a function inside of `interrupts_later`. This is a decorator."""
+    """Run a function inside of `interrupts_later`, in one thread at a time. This is a decorator.
+
+    Rehearsals seed the generators of the process and look at what its modules hold, which other threads may do as well.
+    """
 
     @functools.wraps(function)
     def run(*args: CallArguments.args, **kwargs: CallArguments.kwargs) -> Result:
-        with interrupts_later():
+        with _one_thread, interrupts_later():
             return function(*args, **kwargs)
 
     return run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
+from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.errors import CanzonaError
 
 VARIABLE = "CANZONA_LOGS"
@@ -87,6 +89,16 @@ SOON = 1.0  # seconds after which people at a terminal want to know what takes s
 LONG = 5.0  # seconds after which others want to know, too
 
 
+@uninterrupted
+def console_on_stderr() -> Console:
+    """Make a console. Rich draws from Python's random as it is imported; for users nothing was drawn."""
+    before = random.getstate()
+    from rich.console import Console
+
+    random.setstate(before)
+    return Console(stderr=True)
+
+
 class Hear(Protocol):
     """What hears of the progress of some work."""
 
@@ -132,9 +144,7 @@ def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Co
         yield _hears.get()
         return
     if console is None and find_spec("rich") is not None:  # nothing but a line for people needs rich
-        from rich.console import Console
-
-        console = Console(stderr=True)
+        console = console_on_stderr()
     logged = ours.isEnabledFor(logging.INFO)
     at_terminal = console is not None and console.is_terminal and not console.is_dumb_terminal
     if console is None or not at_terminal or os.environ.get(VARIABLE) or (patience and logged):

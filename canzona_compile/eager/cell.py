@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.replica.external_counters import around
-from canzona_compile.replica.miniature import counts_in, small_sizes
+from canzona_compile.replica.miniature import divisors_of, small_sizes
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
@@ -74,7 +74,7 @@ class Shadow:
         except Exception:  # whatever the optimizer's code raises for the tiniest
             if self._sizes:
                 raise
-            self._sizes = small_sizes((p.shape for g in groups for p in g["params"]), counts_in(optimizer))
+            self._sizes = small_sizes((p.shape for g in groups for p in g["params"]), divisors_of(optimizer))
             self._params, self._state = [], {}
             self.count(optimizer)
             return

@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.rehearsal.diagnosis import attribute_of, caches, parameters_in
 from canzona_compile.rehearsal.scenario import Scenario
-from canzona_compile.rehearsal.trial import RehearsedSteps, alone, take
+from canzona_compile.rehearsal.trial import RehearsedSteps, each_alone, take
 from canzona_compile.replica.snapshot import changed
 
 ROUNDING = 2.0**-20  # the relative difference in 64 bits from which on it is none of rounding; 1e-14 is usual
@@ -62,7 +61,7 @@ def alike_in_double(optimizer: Optimizer, scenario: Scenario, plain: RehearsedSt
     """Tell whether parameters alone get what they get together, but for rounding."""
     wide = replace(scenario, double=True)
     whole = take(optimizer, wide)
-    parts = take(optimizer, wide, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
+    parts = each_alone(optimizer, wide, plain)
     return len(whole.after) == len(plain.after) and all(found < ROUNDING for found in differences(whole, parts))
 
 

@@ -12,7 +12,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,17 +42,17 @@ from canzona_compile.rehearsal.diagnosis import (
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.trial import (
     RehearsedSteps,
-    alone,
     contents_of,
+    each_alone,
     take,
     take_plainly,
     texts_written,
 )
 from canzona_compile.replica.external_counters import Counter
-from canzona_compile.replica.miniature import Miniature, counts_in
+from canzona_compile.replica.miniature import Miniature, divisors_of
 from canzona_compile.replica.raised import as_its_own, blamed, first_line, is_meant
 from canzona_compile.replica.snapshot import Contents, changed
-from canzona_compile.replica.twin import LOOSE, Loose, step_plainly
+from canzona_compile.replica.twin import LOOSE, Loose, loose_of, step_plainly
 
 WARNED: MutableMapping[Optimizer, set[str]] = WeakIdKeyDictionary()  # what was said of optimizers
 
@@ -124,7 +123,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Habits:
         return Habits()
     names = names or default_names(optimizer)
     LOOSE.pop(optimizer, None)
-    for cast in zip(*(forms_of(optimizer, scenario) for scenario in scenarios(numbers)), strict=True):
+    for cast in zip(*(ways_to_begin(optimizer, scenario) for scenario in scenarios(numbers)), strict=True):
         try:
             found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
             break
@@ -169,14 +168,14 @@ def check_groups(optimizer: Optimizer, error: BaseException | None) -> None:
             )
 
 
-def forms_of(optimizer: Optimizer, scenario: Scenario) -> Iterator[Scenario]:
+def ways_to_begin(optimizer: Optimizer, scenario: Scenario) -> Iterator[Scenario]:
     """A scenario on the smallest parameters, and then as steps need it that fail for these.
 
     Parameters may need the state that they have, if the constructor made it, or sizes that keep what divides them.
     """
     stateful = any(isinstance(key, Tensor) for key in optimizer.state)
     for larger in (False, True):
-        counts = counts_in(optimizer) if larger else ()
+        counts = divisors_of(optimizer) if larger else ()
         yield from (replace(scenario, counts=counts, stateful=own) for own in (False, True)[: 1 + stateful])
 
 
@@ -219,7 +218,7 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     now.state = defaultdict(dict, {key: dict(state) for key, state in states.items()})
     first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
     with contextlib.suppress(CannotBegin):
-        rehearse_one(now, replace(first, stateful=True, counts=counts_in(optimizer)), default_names(optimizer))
+        rehearse_one(now, replace(first, stateful=True, counts=divisors_of(optimizer)), default_names(optimizer))
 
 
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Habits:
@@ -227,14 +226,12 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
     dependent: list[str] = []
     for one in scenario.easier():
         plain = together(optimizer, one)
-        parts = take(optimizer, one, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
-        if not differing_places(plain, parts):
-            return habits_in(scenario, one, plain, 0.0 if other_products(plain, parts) else None)
+        parts = each_alone(optimizer, one, plain)
         loose = Loose(plain.loose.scratch | parts.loose.scratch, plain.loose.made)
-        if loose != Loose() and (again := with_loose(optimizer, replace(one, loose=loose), plain)) is not None:
+        if differing_places(plain, parts) and (again := with_loose(optimizer, replace(one, loose=loose), plain)):
             plain, one = again, replace(one, loose=loose)
-            parts = take(optimizer, one, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
-            known = LOOSE.setdefault(optimizer, Loose())
+            parts = each_alone(optimizer, one, plain)
+            known = loose_of(optimizer)
             LOOSE[optimizer] = Loose(known.scratch | loose.scratch, known.made | loose.made)
         if not differing_places(plain, parts):
             return habits_in(scenario, one, plain, 0.0 if other_products(plain, parts) else None)
@@ -250,10 +247,11 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) 
 def with_loose(optimizer: Optimizer, scenario: Scenario, plain: RehearsedSteps) -> RehearsedSteps | None:
     """Step all parameters together, with new scratch before every step, as twins have it.
 
-    None unless steps write all of it before they read it, do the same then, and write the same whatever gradients are.
-    So nothing can come through it from one parameter to another, nor from one step to the next.
+    None if there is nothing of this kind, or unless steps write all of it before they read it, do the same then, and
+    write the same whatever gradients are. So nothing can come through it from one parameter to another, nor from one
+    step to the next.
     """
-    if not converts_alike(optimizer, scenario):
+    if scenario.loose == Loose() or not converts_alike(optimizer, scenario):
         return None
     again = together(optimizer, scenario)
     other = take(optimizer, replace(scenario, others=range(scenario.params)))
@@ -342,6 +340,14 @@ def default_names(optimizer: Optimizer) -> NamesByGroup:
 # -- closures --------------------------------------------------------------------------------------
 
 
+def no_closure(optimizer: Optimizer, problem: str) -> UnsupportedOptimizer:
+    """Make the error for a step that cannot be called with a closure."""
+    return UnsupportedOptimizer(
+        f"{plain_class(optimizer).__name__}.step cannot be called with a closure: {problem}",
+        hint="call loss = closure() yourself, then step() without it",
+    )
+
+
 def closure_problem(optimizer: Optimizer) -> str:
     """Find out whether `step(closure)` is `closure()` followed by `step()`, and returns what the closure returned.
 
@@ -366,7 +372,7 @@ def closure_problem(optimizer: Optimizer) -> str:
 
         return step
 
-    for once in forms_of(optimizer, replace(short, steps=1, missing={})):
+    for once in ways_to_begin(optimizer, replace(short, steps=1, missing={})):
         alone = take(optimizer, once)
         if alone.error is None:
             break
@@ -374,11 +380,8 @@ def closure_problem(optimizer: Optimizer) -> str:
         return ""  # it fails without a closure too, which the rehearsal says
     found = take(optimizer, once, with_closure)
     if found.error is not None:
-        said = (
-            f"{found.kind}.step cannot be called with a closure: it raises {type(found.error).__name__}: {found.error}"
-        )
-        hint = "call loss = closure() yourself, then step() without it"
-        raise as_its_own(found.error, UnsupportedOptimizer(said, hint=hint)) from found.error
+        said = no_closure(optimizer, f"it raises {type(found.error).__name__}: {found.error}")
+        raise as_its_own(found.error, said) from found.error
     if len(calls) != 1:
         return f"it evaluates the closure {len(calls)} times"
     places = changed(*calls[0])

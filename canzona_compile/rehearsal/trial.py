@@ -56,6 +56,11 @@ def alone(small: Miniature, counters: bool, in_order: bool) -> Callable[[], None
     return apart(small.optimizer, counters, in_order)
 
 
+def each_alone(optimizer: Optimizer, scenario: Scenario, plain: RehearsedSteps) -> RehearsedSteps:
+    """Step each parameter by itself, where a plain run has shown how."""
+    return take(optimizer, scenario, partial(alone, counters=bool(plain.counters), in_order=plain.drew))
+
+
 def apart(optimizer: Optimizer, counters: bool, in_order: bool) -> Callable[[], None]:
     """Step each parameter by itself on a twin, as the owners of matrices do.
 
@@ -214,7 +219,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], asks: boo
         found.writes_gradients |= any(p.grad is not own or written(own, old) for p, own, old in given)
         found.keeps_gradients |= any(p.grad is not None for p, _, _ in given)
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
-        found.loose.made.update(made_of(before, small.optimizer))
+        found.loose.made.update(turned_into_tensors(before, small.optimizer))
         now = numbers_on(small.optimizer)
         found.loose.scratch.update(name for name, held in now.items() if held != numbers.get(name))
         found.numbers.append({name: [bits for bits, *_ in held] for name, held in now.items()})
@@ -291,7 +296,7 @@ def watched(
         yield
 
 
-def made_of(before: Counts, optimizer: Optimizer) -> dict[str, tuple[torch.dtype, torch.device]]:
+def turned_into_tensors(before: Counts, optimizer: Optimizer) -> dict[str, tuple[torch.dtype, torch.device]]:
     """The hyperparameters that are tensors now of what was a number, with dtype and device."""
     return {
         key: (value.dtype, value.device)

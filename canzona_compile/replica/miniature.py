@@ -126,7 +126,7 @@ def small_sizes(shapes: Iterable[Shape], counts: Collection[int] = ()) -> dict[i
     return found
 
 
-def counts_in(optimizer: Optimizer) -> frozenset[int]:
+def divisors_of(optimizer: Optimizer) -> frozenset[int]:
     """Numbers that the code of an optimizer may divide sizes by.
 
     They are the integers that it holds, such as that of heads, the sum of each list or dict of them, such as the sizes

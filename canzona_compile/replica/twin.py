@@ -39,6 +39,11 @@ class Loose:
 LOOSE: MutableMapping[Optimizer, Loose] = WeakIdKeyDictionary()  # what rehearsals have seen
 
 
+def loose_of(optimizer: Optimizer) -> Loose:
+    """What a rehearsal has seen of an optimizer, or of the one that a twin is made of."""
+    return LOOSE.get(optimizer, Loose())
+
+
 def check_step_signature(kind: type[Optimizer]) -> None:
     """Refuse wrappers of others, finalizers, and steps that cannot be called once without arguments."""
     if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
@@ -80,8 +85,7 @@ def make_twin(
     twin.param_groups = [{**first, **group, "params": list(params)}]
     twin.state = defaultdict(dict, {} if state is None else state)
     twin.state.update(odd_state(optimizer))
-    if optimizer in LOOSE:
-        LOOSE[twin] = LOOSE[optimizer]
+    LOOSE[twin] = loose_of(optimizer)
     return twin
 
 
@@ -100,7 +104,7 @@ def blank_scratch(attributes: Mapping[str, Any], optimizer: Optimizer) -> dict[s
     def blank(value: Any) -> Any:
         return torch.full((), math.nan, dtype=value.dtype, device=value.device) if may_be_scratch(value) else value
 
-    names = LOOSE[optimizer].scratch & attributes.keys() if optimizer in LOOSE else ()
+    names = loose_of(optimizer).scratch & attributes.keys()
     return {name: pytree.tree_map(blank, attributes[name]) for name in names}
 
 
@@ -111,13 +115,13 @@ def may_be_scratch(value: Any) -> bool:
 
 def scratch_of(optimizer: Optimizer) -> dict[int, Tensor]:
     """The scratch of an optimizer, by identity."""
-    held = [vars(optimizer).get(name) for name in LOOSE[optimizer].scratch] if optimizer in LOOSE else []
+    held = [vars(optimizer).get(name) for name in loose_of(optimizer).scratch]
     return {id(value): value for value in pytree.tree_leaves(held) if may_be_scratch(value)}
 
 
 def make_tensors(optimizer: Optimizer) -> None:
     """Make tensors of hyperparameters as steps do, which would do it on twins alone."""
-    for key, (dtype, device) in LOOSE[optimizer].made.items() if optimizer in LOOSE else ():
+    for key, (dtype, device) in loose_of(optimizer).made.items():
         for group in optimizer.param_groups:
             if isinstance(group.get(key), int | float):
                 group[key] = torch.full((), group[key], dtype=dtype, device=device)

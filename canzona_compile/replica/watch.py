@@ -140,10 +140,11 @@ class ChangeWatch:
         return self._memory_now() != self._memory or self._marks_now() != self._marks
 
     def _memory_now(self) -> list[Any]:
-        params = self._params.values()
-        parts = [p._local_tensor if isinstance(p, DTensor) else p for p in params] if self._distributed else params
+        parts: Iterable[Tensor] = self._params.values()
         if self._odd:
-            parts = [own for param in params for own in made_of(param)]
+            parts = [own for param in parts for own in made_of(param)]
+        elif self._distributed:
+            parts = [p._local_tensor if isinstance(p, DTensor) else p for p in parts]
         return [*map(Tensor.data_ptr, parts), *map(DTYPE, parts), *map(SHAPE, parts)]
 
     def _marks_now(self) -> dict[str, str]:

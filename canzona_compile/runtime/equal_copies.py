@@ -14,7 +14,7 @@ from canzona_compile.tensors import is_expert, local_part
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 AT_ONCE = 2**20  # elements; the integers that are computed with take 8 bytes each
-EXPERTS = (
+HINT_EXPERTS = (
     "where ranks hold different experts (allreduce=False), wrap an optimizer of experts alone, with replicate= over "
     "ranks that hold the same ones or without it: chain(wrap(Muon(experts)), wrap(Muon(others), replicate=dp))"
 )
@@ -43,12 +43,12 @@ class Digest(NamedTuple):
 
 def digests(copies: Sequence[Copy]) -> dict[str, Digest]:
     """Compute the digests of what this rank holds, by name. The host waits for the device once."""
-    sums = [bits(t) for copy in copies for t in (copy.param, copy.param.grad) if t is not None]
+    sums = [digest_of(t) for copy in copies for t in (copy.param, copy.param.grad) if t is not None]
     values = iter(torch.stack(sums).tolist() if sums else [])
     return {c.name: Digest(next(values), None if c.param.grad is None else next(values)) for c in copies}
 
 
-def bits(tensor: Tensor) -> Tensor:
+def digest_of(tensor: Tensor) -> Tensor:
     """A digest of the bits of a tensor's part on this rank and of the places where they are: a 0-d int64 tensor.
 
     It is computed in integers, so that it is the same on all devices, and does not depend on strides. Sums wrap around.
@@ -104,7 +104,7 @@ def unequal(copy: Copy, kind: str, first: int, other: int) -> RankMismatch:
         )
     )
     if is_expert(copy.param):
-        hint = EXPERTS if kind == "param" else f"{hint}; or, {EXPERTS}"
+        hint = HINT_EXPERTS if kind == "param" else f"{hint}; or, {HINT_EXPERTS}"
     return RankMismatch(
         f"{what} differs between rank {first} and rank {other}, but replicate= needs identical copies; nothing was "
         "updated",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -162,3 +164,15 @@ def test_words_on_progress_are_logged_by_their_part(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logging.getLogger(*logs.PARTS["progress"]), "debug", lambda _form, words: said.append(words))
     progress.tell("something")
     assert said == ["something"]
+
+
+def test_the_first_step_draws_nothing_from_the_random_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich does, when it is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    optimizer = canzona_compile.wrap(torch.optim.Muon([nn.Parameter(torch.ones(3, 2))]))
+    random.seed(0)
+    before = random.getstate()
+    optimizer.step()
+    assert "rich.style" in sys.modules
+    assert random.getstate() == before

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -296,6 +298,20 @@ def test_a_handle_says_that_its_optimizer_is_gone() -> None:
     handle = MADE["muon"]().canzona
     with pytest.raises(CanzonaError, match=r"was freed.*\n.*keep the optimizer"):
         handle.explain()
+
+
+def test_threads_may_take_first_steps_at_once() -> None:
+    """Each rehearses and captures, which looks at the generators and the modules of the process."""
+    made: list[Callable[[list[Any]], Optimizer]] = [muon, AdamW, Shampoo, muon]
+    pairs = [Pair(make) for make in made]
+    start = threading.Barrier(len(made))
+
+    def first_steps(pair: Pair) -> None:
+        start.wait()
+        pair.steps(2)
+
+    with ThreadPoolExecutor(len(made)) as threads:
+        assert list(threads.map(first_steps, pairs)) == [None] * len(made)
 
 
 # -- hooks and profiling -----------------------------------------------------------------------
