@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from canzona_compile.replica.twin import Loose
 
-MOST_PARAMETERS = 64  # of all in the short scenario; the first ones and the last one of each group
+MOST_PARAMETERS = 32  # of all in the short scenario; the first ones and the last one of each group
 MOST_GROUPS = 16  # of the short scenario; the first ones and the last one. The long one has four
 LONG = 46  # steps of the long scenario
 OTHER = (1.0, 1e12, 0.0, 1e-6)  # factors of gradients, step by step. The second one exceeds whatever a step may clip to

@@ -147,8 +147,9 @@ class Binder:
         Returns:
             What is divided, which may be this rank's entries of the stack, as a stack of their own; and the ranges.
         """
-        dims = self._dims(own.group, own.layout.shape)
-        if dims and own.layout_of_entries is not None and not self.replicas:
+        if not self._dims(own.group, own.layout.shape):
+            return own, []
+        if own.layout_of_entries is not None and not self.replicas:
             layout = own.layout_of_entries()
             spec = replace(own.spec, shape=layout.shape, part=True)
             own = replace(own, layout=layout, spec=spec, layout_of_entries=None)

@@ -14,6 +14,7 @@ from canzona_compile.capture.dynamo_recorder import DynamoRecorder
 from canzona_compile.capture.templates import Capture
 from canzona_compile.rehearsal.scenario import MOST_PARAMETERS
 from canzona_compile.replica import miniature
+from canzona_compile.session.stacks import Stacks
 
 MATRICES = 2 * MOST_PARAMETERS
 SHAPES = ((8, 4), (4, 8))
@@ -42,13 +43,18 @@ def parameters() -> list[nn.Parameter]:
 
 
 def test_each_kind_is_captured_and_asked_once(parameters: list[nn.Parameter]) -> None:
-    kinds, asked = Counted(Capture.kind_of), Counted(DynamoRecorder.ask)
-    with patch.object(Capture, "kind_of", kinds), patch.object(DynamoRecorder, "ask", asked):
+    kinds, asked, dims = Counted(Capture.kind_of), Counted(DynamoRecorder.ask), Counted(Stacks.dims)
+    with (
+        patch.object(Capture, "kind_of", kinds),
+        patch.object(DynamoRecorder, "ask", asked),
+        patch.object(Stacks, "dims", dims),
+    ):
         optimizer = canzona_compile.wrap(torch.optim.Muon(parameters, lr=1e-3))
         optimizer.step()
     assert optimizer.canzona.report().captures == len(SHAPES)
     assert kinds.calls == len(SHAPES)
     assert asked.calls <= 8 * len(SHAPES)  # the trace, its parity with the eager step, the steps ahead, the step
+    assert dims.calls <= 2 * MATRICES
 
 
 class WithLists(torch.optim.Muon):
