@@ -32,7 +32,8 @@ from tests.harness.optimizers import EntriesMuon, StackMuon
 from tests.harness.pairs import Pair, feed, muon, parameters
 from tests.harness.random_graphs import equal, evaluate, templates, values_for
 from tests.harness.samples import CPU, Builder, empty
-from tests.harness.toy_optimizers import GlobalNorm, GlobalNormOnHost, HostReading, PerParameter
+from tests.harness.toy_optimizers import HostReading
+from tests.harness.toys import GlobalNorm, GlobalNormOnHost
 from tests.harness.traps.grammar import toy
 from tests.harness.untimed import untimed
 
@@ -169,28 +170,23 @@ def test_independent_optimizers_pass(name: str) -> None:
     assert followed is (name != "host-reading"), "a number on the host has no labels"
 
 
-class SharedAverage(PerParameter):
-    """Couples parameters through their states: each learns from the one before."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        before = None
-        for param in self.param_groups[0]["params"]:
-            average = self.state[param].setdefault("average", torch.zeros_like(param))
-            average.lerp_(param.grad if before is None else param.grad + before.norm(), 0.1)
-            param.sub_(average)
-            before = average
-
-
-class ForeachNorm(PerParameter):
-    """Independent foreach functions, and one norm of all of them."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        params = self.param_groups[0]["params"]
-        updates = torch._foreach_mul([p.grad for p in params], 0.1)
-        total = torch.stack(torch._foreach_norm(updates)).sum()
-        torch._foreach_sub_(params, [u / total for u in updates])
+# Couples parameters through their states: each learns from the one before.
+SharedAverage = toy("shared-average", step="before = None")("""
+    average = state.setdefault("average", torch.zeros_like(param))
+    average.lerp_(grad if before is None else grad + before.norm(), 0.1)
+    param.sub_(average)
+    before = average
+""")
+# Independent foreach functions, and one norm of all of them.
+ForeachNorm = toy(
+    "foreach-norm",
+    whole="""
+    params = self.param_groups[0]["params"]
+    updates = torch._foreach_mul([p.grad for p in params], 0.1)
+    total = torch.stack(torch._foreach_norm(updates)).sum()
+    torch._foreach_sub_(params, [u / total for u in updates])
+    """,
+)()
 
 
 @pytest.mark.parametrize("kind", [GlobalNorm, GlobalNormOnHost, SharedAverage, ForeachNorm])
@@ -209,30 +205,18 @@ def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimiz
     assert caught.value.at == "layer.weight"
 
 
-class Scales(PerParameter):
-    """Reads the norms of all gradients always, and divides large matrices by their sum."""
-
-    def __init__(self, params: list[Any], most: float) -> None:
-        super().__init__(params)
-        self.most = most
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        params = self.param_groups[0]["params"]
-        norm = sum(float(p.grad.norm()) for p in params)
-        for param in params:
-            param.sub_(param.grad.sign(), alpha=0.1 / (norm if param.numel() > self.most else 1.0))
-
-
-class Together(PerParameter):
-    """Divides large matrices by the norm of all of them."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        params = [param for group in self.param_groups for param in group["params"]]
-        norm = sum(p.grad.norm() for p in params if p.numel() > 300)
-        for param in params:
-            param.sub_(param.grad / (norm if param.numel() > 300 else param.grad.norm()))
+# Reads the norms of all gradients always, and divides large matrices by their sum.
+Scales = toy("scales", group='norm = sum(float(p.grad.norm()) for p in group["params"])')(
+    'param.sub_(grad.sign(), alpha=0.1 / (norm if param.numel() > group["most"] else 1.0))'
+)
+# Divides large matrices by the norm of all of them.
+Together = toy(
+    "together",
+    step="""
+    params = [param for group in self.param_groups for param in group["params"]]
+    norm = sum(p.grad.norm() for p in params if p.numel() > 300)
+    """,
+)("param.sub_(grad / (norm if param.numel() > 300 else grad.norm()))")
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one group", "two groups"])
@@ -269,24 +253,26 @@ def test_sizes_that_no_memory_holds_are_stepped(make: Callable[[list[Any]], Opti
 
 
 def test_numbers_that_are_read_count_where_they_are_used() -> None:
-    assert not separable(Scales(huge(), math.inf)), "a number on the host has no labels"
+    assert not separable(Scales(huge(), most=math.inf)), "a number on the host has no labels"
     with pytest.raises(UnsupportedOptimizer, match="updates parameters together"):
-        separable(Scales(huge(), 750_000_000))
+        separable(Scales(huge(), most=750_000_000))
 
 
-class Stacking(Optimizer):
-    """Stacks all gradients, which have one shape, and hands out what a function makes of the stack."""
+# Stacks all gradients, which have one shape, and hands out what a function makes of the stack.
+Stacking = toy(
+    "stacking",
+    body="of_stack = None",
+    group="""
+    stack = torch.stack([param.grad for param in group["params"]])
+    updates = iter(self.of_stack(stack).unbind())
+    """,
+)("param.sub_(next(updates))")
 
-    def __init__(self, params: list[Any], of_stack: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.of_stack = of_stack
-        super().__init__(params, {})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        params = self.param_groups[0]["params"]
-        updates = self.of_stack(torch.stack([param.grad for param in params]))
-        for param, update in zip(params, updates.unbind(), strict=True):
-            param.sub_(update)
+def stacking(of_stack: Callable[[torch.Tensor], torch.Tensor]) -> Optimizer:
+    optimizer = Stacking(parameters([(6, 4)] * 2))
+    optimizer.of_stack = of_stack
+    return optimizer  # type: ignore[no-any-return]
 
 
 def with_diagonals(stack: torch.Tensor) -> torch.Tensor:
@@ -320,13 +306,13 @@ TOGETHER = {
 
 @pytest.mark.parametrize("of_stack", SEPARATE.values(), ids=SEPARATE)
 def test_entries_of_a_stack_are_separate(of_stack: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert separable(Stacking(parameters([(6, 4)] * 2), of_stack))
+    assert separable(stacking(of_stack))
 
 
 @pytest.mark.parametrize("of_stack", TOGETHER.values(), ids=TOGETHER)
 def test_entries_of_a_stack_that_meet_are_not(of_stack: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(UnsupportedOptimizer, match="updates parameters together"):
-        separable(Stacking(parameters([(6, 4)] * 2), of_stack))
+        separable(stacking(of_stack))
 
 
 # -- stacks ------------------------------------------------------------------------------------

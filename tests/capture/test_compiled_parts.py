@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.capture.compiled_calls import CompiledCallRecorder, compiled_calls
@@ -31,6 +30,7 @@ from tests.harness import compiled_optimizers as toys
 from tests.harness.marks import full
 from tests.harness.pairs import Pair, different, feed, parameters
 from tests.harness.toys import TwoPrecisions
+from tests.harness.traps.grammar import toy
 from tests.harness.traps.kit import matmul_precision
 
 STEPS = 3
@@ -55,24 +55,14 @@ def averaged(average: Tensor, grad: Tensor, beta: float, number: int = 1) -> Ten
     return (average * beta + grad * (1.0 - beta)) / (1.0 - beta**number)
 
 
-class CompiledAverage(Optimizer):
-    """A matrix optimizer whose average is compiled."""
-
-    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["average"], state["number"] = torch.zeros_like(param), 0
-                state["number"] += 1
-                state["average"] = averaged(state["average"], param.grad, group["beta"], state["number"])
-                param.add_(state["average"] / state["average"].norm(), alpha=-group["lr"])
+# A matrix optimizer whose average is compiled.
+CompiledAverage = toy("compiled-average", outside=f"from {__name__} import averaged")("""
+    if not state:
+        state["average"], state["number"] = torch.zeros_like(param), 0
+    state["number"] += 1
+    state["average"] = averaged(state["average"], grad, 0.9, state["number"])
+    param.add_(state["average"] / state["average"].norm(), alpha=-group["lr"])
+""")
 
 
 @pytest.fixture(autouse=True)
@@ -84,20 +74,13 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class BrokenAverage(CompiledAverage):
-    """The same, called by something that Dynamo does not trace."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(untraced(param.grad, group["beta"]), alpha=-group["lr"])
-
-
 @torch.compiler.disable
 def untraced(grad: Tensor, beta: float) -> Tensor:
     return averaged(grad @ grad.T @ grad, grad, beta)
+
+
+# The same, called by something that Dynamo does not trace.
+BrokenAverage = toy("broken-average", outside=f"from {__name__} import untraced", update="untraced(grad, 0.9)")()
 
 
 def trained(optimizer: Any) -> Any:
@@ -161,7 +144,7 @@ def templates(pair: Pair) -> list[Any]:
         (toys.CompiledAdam, {2}),
         (toys.CompiledParts, {2, 3}),
         full(toys.CompiledProducts, {1}),
-        full(toys.CompilingLate, {0, 1}),
+        full(toys.CallingLate, {0, 1}),
     ],
 )
 def test_compiled_functions_are_called_by_graphs(kind: type[Any], calls: set[int]) -> None:
@@ -231,7 +214,7 @@ def test_compiled_products_keep_the_precision_that_the_step_sets(ambient: str) -
     ("kind", "reason"),
     [
         (toys.Pulling, "uses a tensor that it is not given"),
-        (toys.Turning, "returns a view"),
+        (toys.ReturningAView, "returns a view"),
         (toys.Hidden, "that its module does not name"),
         (toys.Catching, "its step catches the errors of aten._linalg_check_errors"),
     ],
@@ -277,7 +260,7 @@ def test_errors_of_compiled_functions_that_steps_catch_are_met_when_they_come() 
 
 def test_random_numbers_in_compiled_functions_are_seen() -> None:
     with pytest.warns(UserWarning, match="draws random numbers"):
-        wrapped = trained(canzona_compile.wrap(toys.Noisy(parameters())))
+        wrapped = trained(canzona_compile.wrap(toys.DrawingInside(parameters())))
     rows = canzona_compile.explain(wrapped).parameters
     assert {row.how for row in rows} == {"eager"}
     assert "draws random numbers" in rows[0].why

@@ -18,30 +18,20 @@ from canzona_compile.rehearsal.rehearsal import rehearse
 from canzona_compile.replica.miniature import Miniature
 from tests.capture.test_copies import Handle
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
-from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps import NAMED
+from tests.harness.traps.grammar import toy
 from tests.harness.traps.kit import identity
 
 SHAPES = ((6, 4), (4, 6), (6, 4))
 
 
-class NotesInHandle(PerParameter):
-    """Writes into an object that copies of the optimizer share."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.handle = Handle()
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        self.handle.notes["steps"] = self.handle.notes.get("steps", 0) + 1
-        param.add_(cube(grad), alpha=-0.1 / self.handle.notes["steps"])
-
-
-class ReadsHandle(NotesInHandle):
-    """Only reads it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-0.1 if self.handle.notes else -0.2)
+HELD = {"outside": f"from {Handle.__module__} import Handle", "begin": "self.handle = Handle()"}
+# Writes into an object that copies of the optimizer share.
+NotesInHandle = toy("notes-in-handle", **HELD)("""
+    self.handle.notes["steps"] = self.handle.notes.get("steps", 0) + 1
+    param.add_(cube(grad), alpha=-0.1 / self.handle.notes["steps"])
+""")
+ReadsHandle = toy("reads-handle", **HELD)("param.add_(cube(grad), alpha=-0.1 if self.handle.notes else -0.2)")
 
 
 def test_a_step_that_writes_what_copies_share_is_refused_and_nothing_is_written() -> None:

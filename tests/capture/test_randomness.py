@@ -15,7 +15,7 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.harness.layouts import Case, Laid, full
 from tests.harness.marks import first
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import HostReading, PerParameter, State, cube
+from tests.harness.toy_optimizers import HostReading, State
 from tests.harness.traps.grammar import toy
 
 # Its first step begins with a random projection, as GaLore's does.
@@ -26,11 +26,8 @@ RandomState = toy("random-state")("""
 """)
 
 
-class RandomWork(PerParameter):
-    """Draws on every step, in code that can be traced."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad + torch.randn_like(grad)), alpha=-group["lr"])
+# Draws on every step, in code that can be traced.
+RandomWork = toy("random-work", update="cube(grad + torch.randn_like(grad))")()
 
 
 class RandomByItself(HostReading):
@@ -67,15 +64,10 @@ def test_it_works_and_says_so_once(kind: type[Optimizer]) -> None:
     assert all("draws random numbers" in reason for reason in reasons.values())
 
 
-class RandomTally(RandomWork):
-    """Draws, and keeps an object in its state: none of its steps can be recorded."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param].setdefault("tally", object())
+# Draws, and keeps an object in its state: none of its steps can be recorded.
+RandomTally = toy(
+    "random-tally", update="cube(grad + torch.randn_like(grad))", then='state.setdefault("tally", object())'
+)()
 
 
 def test_what_is_refused_once_is_refused_again() -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
-from tests.end_to_end.test_published_optimizers import MuonAndAdam
 from tests.harness.beside import BesidePlain
 from tests.harness.marks import first
 from tests.harness.ranks import run
+from tests.harness.toys import TwoKinds
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -34,7 +34,7 @@ pytestmark = [
 STEPS = 6
 
 
-class Mixed(MuonAndAdam):
+class Mixed(TwoKinds):
     """A class that takes what the Trainer gives: groups by weight decay; matrices go to Muon."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:

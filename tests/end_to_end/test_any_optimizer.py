@@ -23,7 +23,8 @@ from tests.harness.layouts import ALONE
 from tests.harness.marks import also, first, full
 from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import Choosy, GlobalNorm, GlobalNormOnHost, HostReading, TwoKinds
+from tests.harness.toy_optimizers import HostReading
+from tests.harness.toys import Choosy, GlobalNorm, GlobalNormOnHost, TwoKinds
 from tests.harness.trap_runs import frozen_mistakes, verdict
 from tests.harness.traps import NAMED
 from tests.harness.traps.trap import PLAIN
@@ -364,7 +365,7 @@ def choosy_step(shapes: tuple[tuple[int, ...], ...], closure: Callable[[], Any] 
 
 def test_an_optimizers_own_error_keeps_its_class_and_names_the_parameter() -> None:
     found = choosy_step(((6, 4), (4,), (4, 6)))
-    assert "TypeError: only matrices are supported, not 1 dims; toy_optimizers.py, line " in str(found)
+    assert "TypeError: only matrices are supported, not 1 dims; choosy.py, line " in str(found)
     assert (found.at, found.hint) == (
         "group0.param1",
         "leave this parameter to another optimizer, as canzona_compile.hidden_matrices(model) and chain() do",

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import canzona_compile
 from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import also, first
-from tests.harness.optimizers import orthogonal
 from tests.harness.pairs import Pair, different, feed, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import PerParameter, State
+from tests.harness.traps.grammar import toy
 
 SHAPES = ((9, 4, 3, 3), (8, 8, 1, 1), (2, 5, 3, 2), (7, 6))
 
 
-class ConvolutionMuon(PerParameter):
-    """Rows are output channels; everything else is a column."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        state["momentum_buffer"].mul_(0.9).add_(grad)
-        matrix = state["momentum_buffer"].flatten(1)
-        update = orthogonal(matrix.unsqueeze(0)).squeeze(0).to(param.dtype)
-        param.add_(update.view_as(param), alpha=-group["lr"])
-
-
-class PixelMuon(ConvolutionMuon):
-    """One matrix [out, in] per pixel of the kernel."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if param.ndim < 4:
-            super().update(param, grad, group, state)
-            return
-        pixels = grad.flatten(2).permute(2, 0, 1)
-        update = orthogonal(pixels).to(param.dtype).permute(1, 2, 0)
-        param.add_(update.reshape(param.shape), alpha=-group["lr"])
-
-
+MOMENTUM = 'momentum = state.setdefault("momentum_buffer", torch.zeros_like(grad)).mul_(0.9).add_(grad)'
+FLATTENED = "orthogonal(momentum.flatten(1).unsqueeze(0)).squeeze(0).view_as(param).to(param.dtype)"
+PIXELS = "orthogonal(grad.flatten(2).permute(2, 0, 1)).permute(1, 2, 0).reshape(param.shape).to(param.dtype)"
+NEWTON_SCHULZ = {"outside": "from tests.harness.optimizers import orthogonal"}
+# Rows are output channels; everything else is a column.
+ConvolutionMuon = toy("convolution-muon", param=MOMENTUM, update=FLATTENED, **NEWTON_SCHULZ)()
+# One matrix [out, in] per pixel of the kernel.
+PixelMuon = toy(
+    "pixel-muon",
+    param=f"if param.ndim < 4:\n    {MOMENTUM}",
+    update=f"{FLATTENED} if param.ndim < 4 else {PIXELS}",
+    **NEWTON_SCHULZ,
+)()
+# Flattens the gradient and the weight themselves, and no momentum that was made for them.
+DirectMuon = toy("direct-muon", param="momentum = grad + 0.1 * param", update=FLATTENED, **NEWTON_SCHULZ)()
 KINDS: dict[str, type[Optimizer]] = {"flattened": ConvolutionMuon, "by pixel": PixelMuon}
 
 
@@ -60,15 +49,6 @@ def train(kind: str, case: Case) -> None:
 @pytest.mark.parametrize("layout", ["stack_dim0", *also(["stack_dim1"]), "ddp", *also(["replicated"])])
 def test_convolutions(kind: str, layout: str) -> None:
     run(2, train, kind, Case(layout, (2,)), after=partial(train, kind, ALONE))
-
-
-class DirectMuon(PerParameter):
-    """Flattens the gradient and the weight themselves, and no momentum that was made for them."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        matrix = (grad + 0.1 * param).flatten(1)
-        update = orthogonal(matrix.unsqueeze(0)).squeeze(0).to(param.dtype)
-        param.add_(update.view(param.shape), alpha=-group["lr"])
 
 
 def test_weights_in_channels_last_are_flattened_by_index() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import copy
-import threading
-import types
+import sys
 from functools import partial
 from typing import Any
 
@@ -20,7 +18,7 @@ from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.pairs import Pair, feed, muon, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import PerParameter, cube
+from tests.harness.toy_optimizers import PerParameter
 from tests.harness.traps.grammar import toy
 
 COMPILED = (
@@ -109,18 +107,18 @@ def test_wrappers_of_optimizers_are_refused() -> None:
 # -- what surrounds a step -------------------------------------------------------------------------
 
 
-class Configured(PerParameter):
-    """A map by parameter, so that each matrix has an object of its own, and settings in a dict or an object."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.means = {p: torch.zeros_like(p) for p in params_of(self)}
-        self.settings = {"factor": 1.0}
-        self.helper = types.SimpleNamespace(factor=1.0)
-
-    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
-        self.means[param].lerp_(grad, 0.1)
-        param.sub_(cube(self.means[param]) * 0.01 * self.settings["factor"] * self.helper.factor)
+# A map by parameter, so that each matrix has an object of its own, and settings in a dict or an object.
+Configured = toy(
+    "configured",
+    begin="""
+    self.means = {p: torch.zeros_like(p) for p in params}
+    self.settings = {"factor": 1.0}
+    self.helper = types.SimpleNamespace(factor=1.0)
+    """,
+)("""
+    self.means[param].lerp_(grad, 0.1)
+    param.sub_(cube(self.means[param]) * 0.01 * self.settings["factor"] * self.helper.factor)
+""")
 
 
 @pytest.mark.parametrize("inside", ["dict", "object"])
@@ -142,44 +140,30 @@ def test_what_users_change_inside_of_an_attribute_is_refused(inside: str) -> Non
     assert all(map(torch.equal, params_of(plain), params_of(wrapped)))
 
 
-class Logging(PerParameter):
-    """Writes a line to a file that it holds."""
-
-    def __init__(self, params: Any, file: Any) -> None:
-        super().__init__(params)
-        self.file = file
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        self.file.write("step\n")
-        self.file.flush()
-
-    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
-        param.sub_(cube(grad) * 0.01)
+# Writes a line to a file that it holds.
+Logging = toy("logging", body="file = None", end='self.file.write("step\\n")\nself.file.flush()')()
 
 
 def test_rehearsals_leave_nothing_in_a_file_that_a_step_writes(tmp_path: Any) -> None:
     path = tmp_path / "log"
     with path.open("w") as file:
         file.write("begin\n")
-        wrapped: Any = canzona_compile.wrap(Logging(parameters(), file))
+        wrapped: Any = Logging(parameters())
+        wrapped.file = file
+        canzona_compile.wrap(wrapped)
         feed(wrapped, 0)
         canzona_compile.explain(wrapped)
     assert path.read_text() == "begin\n"
 
 
-COUNT: contextvars.ContextVar[int] = contextvars.ContextVar("COUNT", default=0)
-
-
-class Contextual(PerParameter):
-    """Counts its steps in a variable of the context."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        COUNT.set(COUNT.get() + 1)
-        super().step()
-
-    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
-        param.sub_(cube(grad) * 0.01 * COUNT.get())
+# Counts its steps in a variable of the context.
+Contextual = toy(
+    "contextual",
+    outside='COUNT = contextvars.ContextVar("COUNT", default=0)',
+    step="COUNT.set(COUNT.get() + 1)",
+    update="cube(grad) * 0.1",
+    scale="COUNT.get()",
+)()
 
 
 def test_variables_of_the_context_stay_what_they_are() -> None:
@@ -187,23 +171,27 @@ def test_variables_of_the_context_stay_what_they_are() -> None:
     feed(wrapped, 0)
     with pytest.raises(UnsupportedOptimizer, match="COUNT"):
         wrapped.step()
-    assert COUNT.get() == 0
+    assert sys.modules[Contextual.__module__].COUNT.get() == 0
 
 
 # Knows itself by a proxy.
 Proxied = toy("proxied", begin="self.own = weakref.proxy(self)", update="cube(grad) * 0.1")()
 
 
-class InThread(PerParameter):
-    """Steps in a thread of its own, which no mode follows."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+# Steps in a thread of its own, which no mode follows.
+InThread = toy(
+    "in-thread",
+    outside="import threading",
+    body="""
+    def step(self, closure=None):
         thread = threading.Thread(target=super().step)
         thread.start()
         thread.join()
 
-    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
+    def update(self, param, grad, group, state):
         param.sub_(cube(grad) * 0.01)
+    """,
+)()
 
 
 @pytest.mark.parametrize("kind", [Proxied, InThread])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from tests.harness.marks import only
 from tests.harness.own_objects import MAKERS, ByAddress, Oracle
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.toy_optimizers import PerParameter, cube
 from tests.harness.traps.grammar import toy
 
 # It counts outside of the state of parameters, and takes those of any shape.
@@ -103,30 +101,24 @@ def test_in_one_process(name: str) -> None:
     assert train(name, ALONE) == train(name, ALONE, missing_one) == GOOD
 
 
-@dataclass
-class Factor:
-    value: Tensor
-    name: str
-
-
-class Naming(PerParameter):
-    """In the manner of Distributed Shampoo: its constructor puts objects into the state, with parameters' numbers, and
-    objects on itself that hold parameter groups and views of parameters.
-    """
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params)
-        self.distributors = [
-            SimpleNamespace(group=group, blocks=[p.detach().view(-1) for p in group["params"]])
-            for group in self.param_groups
-        ]
-        for i, param in enumerate(params_of(self)):
-            self.state[param]["factor"] = Factor(torch.eye(len(param)), f"{i}.factor")
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        state["factor"].value += grad @ grad.T
-        (held,) = self.distributors
-        param.add_(state["factor"].value @ grad, alpha=-held.group["lr"])
+# In the manner of Distributed Shampoo: its constructor puts objects into the state, with parameters' numbers, and on
+# itself, which hold parameter groups and views of parameters.
+Naming = toy(
+    "naming",
+    begin="""
+    self.distributors = [
+        SimpleNamespace(group=group, blocks=[p.detach().view(-1) for p in group["params"]])
+        for group in self.param_groups
+    ]
+    for i, param in enumerate(self.param_groups[0]["params"]):
+        self.state[param]["factor"] = Factor(len(param))
+        self.state[param]["factor"].name = f"{i}.factor"
+    """,
+)("""
+    state["factor"].matrix += grad @ grad.T
+    (held,) = self.distributors
+    param.add_(state["factor"].matrix @ grad, alpha=-held.group["lr"])
+""")
 
 
 def test_constructors_may_put_objects_into_the_state_and_hold_groups() -> None:
@@ -371,19 +363,15 @@ class ByName(ByAddress):
         super().__init__([param for _, param in named], lr)
 
 
-class InTrainMode(PerParameter):
-    """In the manner of GPA's AdamW: the first parameter has the mode of all, which a call sets."""
-
-    def train(self) -> None:
-        self.state[params_of(self)[0]]["train"] = torch.tensor(True)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        if "train" not in self.state[params_of(self)[0]]:
-            raise RuntimeError("not in train mode")
-        super().step()
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(grad, alpha=-group["lr"])
+# In the manner of GPA's AdamW: the first parameter has the mode of all, which a user sets.
+InTrainMode = toy(
+    "in-train-mode",
+    step="""
+    if "train" not in self.state[self.param_groups[0]["params"][0]]:
+        raise RuntimeError("not in train mode")
+    """,
+    update="grad",
+)()
 
 
 def refusal_of(optimizer: Any) -> str:
@@ -398,7 +386,7 @@ def test_a_line_that_fails_is_not_printed() -> None:
     says = refusal_of(ByName([(str(i), param) for i, param in enumerate(parameters(SHAPES))], lr=0.03))
     assert "ByName(params, lr=0.03) is not enough: ValueError: too many values to unpack" in says
     modal = InTrainMode(parameters(SHAPES))
-    modal.train()
+    modal.state[params_of(modal)[0]]["train"] = torch.tensor(True)
     says += refusal_of(modal)
     assert "leave it out of `wrap`" in says
     assert "InTrainMode(params, lr=0.1) is not enough: RuntimeError: not in train mode" in says
@@ -420,9 +408,7 @@ def compiled_late(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 doubled = compiled_late(lambda value: value * 2)
 
 
-class CompilingLate(PerParameter):
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(doubled(grad), alpha=-group["lr"])
+CompilingLate = toy("compiling-late", outside=f"from {__name__} import doubled", update="doubled(grad)")()
 
 
 def test_a_function_that_is_compiled_late_is_named_with_the_line() -> None:

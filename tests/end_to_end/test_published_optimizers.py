@@ -6,7 +6,7 @@ at a time, on owners as on one device, so that no bound in ulps is needed anywhe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import pytorch_optimizer
 import torch
-from torch import Tensor, optim
+from torch import optim
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import also, only
 from tests.harness.ranks import run
+from tests.harness.toys import TwoKinds
 from tests.harness.training import Training, check, on_ranks, train
 
 STEPS = 10
@@ -28,41 +29,6 @@ STEPS = 10
 MATRICES = ((31, 17), (31, 17), (2, 20))
 REST = ((24, 24),)
 VECTORS = ((13,), (2,))
-
-
-class MuonAndAdam(Optimizer):
-    """One optimizer for everything, as many training scripts have: Muon where the group says so, else Adam."""
-
-    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": 0.02, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "use_muon": False})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    (self.muon if group["use_muon"] else self.adam)(param, param.grad, group, self.state[param])
-
-    def muon(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        if not state:
-            state["momentum"] = torch.zeros_like(param)
-        state["momentum"].lerp_(grad, 1 - group["momentum"])
-        x = grad.lerp(state["momentum"], group["momentum"]).bfloat16()
-        x = x / (x.norm() + 1e-7)
-        for _ in range(5):
-            gram = x @ x.T
-            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        param.add_(x.to(param.dtype), alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
-
-    def adam(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        if not state:
-            state.update(step=0, mean=torch.zeros_like(param), square=torch.zeros_like(param))
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        state["mean"].lerp_(grad, 1 - beta1)
-        state["square"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = (state["square"] / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-        param.addcdiv_(state["mean"], root, value=-group["lr"] / (1 - beta1 ** state["step"]))
 
 
 def two_groups(make: Callable[[Any], Optimizer]) -> Callable[[list[Any]], Optimizer]:
@@ -84,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "torch-adamw": lambda params: AdamW(params, lr=0.01, weight_decay=0.1),
     "torch-sgd": lambda params: SGD(params, lr=0.01, momentum=0.9, nesterov=True),
     **{f"torch-{kind.__name__.lower()}": partial(kind, lr=0.01) for kind in TORCH_S},
-    "mixed": two_groups(MuonAndAdam),
+    "mixed": two_groups(TwoKinds),
     "muon": two_groups(lambda groups: pytorch_optimizer.Muon(groups, lr=0.02, weight_decay=0.1)),
     "adamuon": two_groups(lambda groups: pytorch_optimizer.AdaMuon(groups, lr=0.02)),
     "soap": lambda params: pytorch_optimizer.SOAP(params, lr=0.01, precondition_frequency=4),

@@ -14,7 +14,7 @@ import canzona_compile
 from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness.pairs import feed
 from tests.harness.ranks import collectives, run
-from tests.harness.toy_optimizers import PerParameter, cube
+from tests.harness.traps.grammar import toy
 
 DIM, HEAD = 24, 8
 
@@ -72,23 +72,14 @@ def test_sharded_weights_shrink_alike() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # gradients are averaged in other orders
 
 
-class HoldsModule(PerParameter):
-    """Clips weights of a module in its step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(list(model.parameters()))
-        self.model = model
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            param.sub_(cube(param.grad), alpha=0.1)
-        for weight in self.model.parameters():
-            weight.mul_(0.5)
+# Clips weights of a module in its step.
+HoldsModule = toy("holds-module", end="for weight in self.model.parameters():\n    weight.mul_(0.5)")()
 
 
 def test_an_optimizer_that_writes_modules_is_sent_there() -> None:
-    optimizer: Any = HoldsModule(Attention())
+    model = Attention()
+    optimizer: Any = HoldsModule(list(model.parameters()))
+    optimizer.model = model
     canzona_compile.wrap(optimizer)
     feed(optimizer, 0)
     with pytest.raises(UnsupportedOptimizer, match=r"self\.model") as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, parameters
 from tests.harness.ranks import do_alone, run
 from tests.harness.training import Training, check, on_ranks
+from tests.harness.traps.grammar import toy
 
 ODD = ((5, 17, 31), (2, 31, 17), (3, 24, 24))  # dims for which a batched product rounds otherwise
 EVEN = ((8, 64, 32), (6, 32, 48), (3, 48, 48))
@@ -118,24 +118,9 @@ def convolutions(form: torch.memory_format) -> None:
     assert torch.equal(gathered(own[0].weight).flatten(1), flat.detach())
 
 
-class WithRate(torch.optim.Optimizer):
-    """What these optimizers have in common; each says by itself that it steps the matrices of a stack one by one."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-
-class Mixing(WithRate):
-    """Says that it steps matrices one by one, and divides the gradient of a stack by the norm of all of it."""
-
-    matrix_dims = 2
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if (grad := param.grad) is not None:
-                    param.sub_(grad @ grad.mT @ grad / grad.norm(), alpha=group["lr"])
+EACH = {"body": "matrix_dims = 2"}  # the word of a class that it steps the matrices of a stack one by one
+# Gives it, and divides the gradient of a stack by the norm of all of it.
+Mixing = toy("mixing", update="grad @ grad.mT @ grad / grad.norm()", **EACH)()
 
 
 def test_a_class_that_does_not_keep_its_word_is_refused() -> None:
@@ -146,32 +131,23 @@ def test_a_class_that_does_not_keep_its_word_is_refused() -> None:
         optimizer.step()
 
 
-class Scaled(WithRate):
-    """Orthogonal-like steps whose size each matrix has for itself: a scalar per matrix, and numbers that all share."""
-
-    matrix_dims = 2
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if (grad := param.grad) is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["scale"] = grad.new_zeros(param.shape[:-2])
-                    state["decay"] = torch.ones((), dtype=torch.float64)
-                state["decay"] *= 0.9
-                for index in itertools.product(*map(range, param.shape[:-2])):
-                    own = grad[index].clone()  # aligned, or products round otherwise
-                    scale = torch.linalg.vector_norm(own) * state["decay"] + state["scale"][index]
-                    state["scale"][index].copy_(scale)
-                    param[index].sub_(((own @ own.mT @ own) / (1 + scale)).to(param.dtype), alpha=group["lr"])
+# Orthogonal-like steps whose size each matrix has for itself: a scalar per matrix, and numbers that all share.
+Sized = toy("sized", **EACH)("""
+    if not state:
+        state["scale"] = grad.new_zeros(param.shape[:-2])
+        state["decay"] = torch.ones((), dtype=torch.float64)
+    state["decay"] *= 0.9
+    for index in itertools.product(*map(range, param.shape[:-2])):
+        own = grad[index].clone()  # aligned, or products round otherwise
+        scale = torch.linalg.vector_norm(own) * state["decay"] + state["scale"][index]
+        state["scale"][index].copy_(scale)
+        param[index].sub_(((own @ own.mT @ own) / (1 + scale)).to(param.dtype), alpha=group["lr"])
+""")
 
 
 def test_state_of_each_matrix_and_of_all() -> None:
     """A scalar per matrix is [E] in a stack; a product with a wider number that all share is as wide as alone."""
-    pair = Pair(lambda params: Scaled(params), ((3, 24, 16), (24, 16), (2, 2, 7, 5)))
+    pair = Pair(Sized, ((3, 24, 16), (24, 16), (2, 2, 7, 5)))
     for _ in range(6):
         pair.step()
 
@@ -193,24 +169,11 @@ def test_a_subclass_does_not_inherit_the_word_on_stacks() -> None:
         pair.step()
 
 
-class FirstColumn(WithRate):
-    """Sums a view of each matrix, which rounds as the view lies in memory."""
-
-    matrix_dims = 2
-
-    def one(self, param: Any, grad: Any) -> None:
-        if param.ndim > 2:
-            for own, of_own in zip(param, grad, strict=True):
-                self.one(own, of_own)
-        else:
-            param.add_(grad[:, :1].sum(0))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.one(param, param.grad)
+# Sums a view of each matrix, which rounds as the view lies in memory.
+FirstColumn = toy("first-column", **EACH)("""
+    for index in itertools.product(*map(range, param.shape[:-2])):
+        param[index].add_(grad[index][:, :1].sum(0))
+""")
 
 
 def test_views_that_no_rule_knows_run_eagerly() -> None:

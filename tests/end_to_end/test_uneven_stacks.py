@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.harness.layouts import Case
 from tests.harness.marks import also, first
 from tests.harness.optimizers import Shape
-from tests.harness.toy_optimizers import PerParameter, State
 from tests.harness.training import Training, check, on_ranks
+from tests.harness.traps.grammar import toy
 
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -28,47 +27,30 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-class ProductMuon(PerParameter):
-    """Muon of matrices and of stacks, written with `@`."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state["momentum"] = torch.zeros_like(grad)
-        state["momentum"].lerp_(grad, 0.05)
-        param.add_(self.direction(state["momentum"]).to(param.dtype), alpha=-group["lr"])
-
-    def direction(self, average: Tensor) -> Tensor:
-        return newton_schulz(average)
-
-
-class MatrixMuon(ProductMuon):
-    """Elementwise on everything but matrices: convolutions and stacks get their momentum."""
-
-    def direction(self, average: Tensor) -> Tensor:
-        return newton_schulz(average) if average.ndim == 2 else average
-
-
-class FlatMuon(ProductMuon):
-    """A convolution's weight is a matrix: a row per output channel."""
-
-    def direction(self, average: Tensor) -> Tensor:
-        return newton_schulz(average.flatten(1)).view_as(average)
-
-
-class MeanMuon(ProductMuon):
-    """Entries of a stack depend on one another from three on, so that one rank cannot tell from its own."""
-
-    def direction(self, average: Tensor) -> Tensor:
-        return newton_schulz(average - average.mean(0) if len(average) > 2 else average)
-
-
-class AlternatingMuon(ProductMuon):
-    """Every third step mixes the entries, so that most steps say nothing about all."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        state["step"] = state.get("step", 0) + 1
-        update = newton_schulz(grad).to(param.dtype)
-        param.add_(update.roll(1, 0) if state["step"] % 3 == 0 else update, alpha=-group["lr"])
+MOMENTUM = {
+    "outside": f"from {__name__} import newton_schulz",
+    "param": 'average = state.setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 0.05)',
+}
+# Muon of matrices and of stacks, written with `@`.
+ProductMuon = toy("product-muon", update="newton_schulz(average).to(param.dtype)", **MOMENTUM)()
+# Elementwise on everything but matrices: convolutions and stacks get their momentum.
+MatrixMuon = toy(
+    "matrix-muon", update="newton_schulz(average).to(param.dtype) if average.ndim == 2 else average", **MOMENTUM
+)()
+# A convolution's weight is a matrix: a row per output channel.
+FlatMuon = toy("flat-muon", update="newton_schulz(average.flatten(1)).view_as(average).to(param.dtype)", **MOMENTUM)()
+# Entries of a stack depend on one another from three on, so that one rank cannot tell from its own.
+MeanMuon = toy(
+    "mean-muon",
+    update="newton_schulz(average - average.mean(0) if len(average) > 2 else average).to(param.dtype)",
+    **MOMENTUM,
+)()
+# Every third step mixes the entries, so that most steps say nothing about all.
+AlternatingMuon = toy("alternating-muon", outside=MOMENTUM["outside"])("""
+    state["step"] = state.get("step", 0) + 1
+    update = newton_schulz(grad).to(param.dtype)
+    param.add_(update.roll(1, 0) if state["step"] % 3 == 0 else update, alpha=-group["lr"])
+""")
 
 
 # On 2 ranks 2 and 1 entries, 1 and none, 3 and 2; the whole of one has as many entries as the part of another.
@@ -78,7 +60,7 @@ CONVOLUTIONS: tuple[Shape, ...] = ((3, 4, 3, 3), (1, 8, 3), (5, 2, 2, 2))
 MATRICES: tuple[Shape, ...] = ((32, 48), (17, 32))
 
 
-def recipe(kind: type[ProductMuon], *shapes: Shape) -> Training:
+def recipe(kind: type[Any], *shapes: Shape) -> Training:
     return Training(kind, shapes, steps=7, schedule=lambda _: lambda step: None, sizes=(0.1, 1e-2))
 
 

@@ -6,7 +6,6 @@ code's operators would show.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.traps.grammar import toy
 
 SHIFT = 2.0**-10
 
@@ -90,77 +90,115 @@ def turned(value: Tensor) -> Tensor:
     return value.T
 
 
-class CompiledAdam(PerParameter):
-    """Adam on what a product of matrices gave, as SOAP has it."""
-
-    def __init__(self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)) -> None:
-        super().__init__(params, lr=lr, betas=betas)
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state.update(step=0, mean=torch.zeros_like(param), square=torch.zeros_like(param))
-        projected = cube(grad)
-        clipped(projected, 0.0)
-        update = adam(
-            projected, state["mean"], state["square"], betas=group["betas"], eps=1e-8, step=state["step"] + 1, name="x"
-        )
-        param.add_(update @ update.T @ update, alpha=-group["lr"])
-        state["step"] += 1
+@torch.compile(backend=shifted)
+def scaled_for(optimizer: Optimizer, value: Tensor) -> Tensor:
+    return value * len(optimizer.param_groups)
 
 
-class CompiledParts(PerParameter):
-    """Several calls on each step, of the parameter itself, on every third step one more; results become state."""
+def nested() -> Any:
+    @torch.compile(backend=shifted)
+    def hidden(value: Tensor) -> Tensor:
+        return value * 2
 
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state.update(step=0, norms=param.norm(dim=1, keepdim=True) + 1)
-            state.update(mean=torch.zeros_like(state["norms"]), square=torch.zeros_like(state["norms"]))
-        state["step"] += 1
-        unit, parts = decomposed(param, grad, state["norms"])
-        lengths = adam(parts["along"], state["mean"], state["square"], betas=(0.9, 0.99), eps=1e-6, step=state["step"])
-        state["norms"].add_(lengths, alpha=-group["lr"])
-        across = cube(parts["across"])
-        if state["step"] % 3 == 0:
-            across = twice(across)
-        turned = unit.add(across / (across.norm() + 1e-6), alpha=-group["lr"])
-        param.copy_(turned * state["norms"])
-        state["norms"] = turned.norm(dim=1, keepdim=True) + 1
+    return hidden
 
 
-class CompiledProducts(PerParameter):
-    """Products in two precisions, one of them in compiled code."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        gram = grad @ grad.T
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        factor = inverse(gram)
-        torch.set_float32_matmul_precision(before)
-        param.add_(factor @ grad, alpha=-group["lr"])
+HIDDEN = {"function": nested()}
 
 
-class CompilingLate(PerParameter):
-    """It calls a compiled function from its fourth step on."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        print(end="")
-        state["step"] = state.get("step", 0) + 1
-        update = cube(grad)
-        param.add_(update if state["step"] < 4 else twice(update), alpha=-group["lr"])
+@torch.compile(backend=shifted)
+def noisy(value: Tensor) -> Tensor:
+    return value + torch.randn_like(value)
 
 
-class Pulling(PerParameter):
-    """Its compiled function gets the gradient by itself."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(pulled(cube(grad), param), alpha=-group["lr"])
+@torch.compile(backend=shifted)
+def factored(value: Tensor) -> Tensor:
+    return torch.linalg.cholesky(value)
 
 
-class Turning(PerParameter):
-    """Its compiled function returns a view of what it writes."""
+@torch.compile(backend=shifted)
+def refusing(value: Tensor, step: int) -> Tensor:
+    if step % 2:
+        raise ValueError("odd")
+    return value * 2
 
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(turned(cube(grad).clone()).T, alpha=-group["lr"])
+
+def calling(*functions: str) -> dict[str, str]:
+    """The pieces of a toy that calls functions of this module."""
+    return {"outside": f"from {__name__} import {', '.join(functions)}"}
+
+
+# Adam on what a product of matrices gave, as SOAP has it.
+CompiledAdam = toy("compiled-adam", hypers="betas=(0.9, 0.95)", **calling("adam", "clipped"))("""
+    if not state:
+        state.update(step=0, mean=torch.zeros_like(param), square=torch.zeros_like(param))
+    projected = cube(grad)
+    clipped(projected, 0.0)
+    update = adam(
+        projected, state["mean"], state["square"], betas=group["betas"], eps=1e-8, step=state["step"] + 1, name="x"
+    )
+    param.add_(update @ update.T @ update, alpha=-group["lr"])
+    state["step"] += 1
+""")
+# Several calls on each step, of the parameter itself, on every third step one more; results become state.
+CompiledParts = toy("compiled-parts", **calling("adam", "decomposed", "twice"))("""
+    if not state:
+        state.update(step=0, norms=param.norm(dim=1, keepdim=True) + 1)
+        state.update(mean=torch.zeros_like(state["norms"]), square=torch.zeros_like(state["norms"]))
+    state["step"] += 1
+    unit, parts = decomposed(param, grad, state["norms"])
+    lengths = adam(parts["along"], state["mean"], state["square"], betas=(0.9, 0.99), eps=1e-6, step=state["step"])
+    state["norms"].add_(lengths, alpha=-group["lr"])
+    across = cube(parts["across"])
+    if state["step"] % 3 == 0:
+        across = twice(across)
+    turned = unit.add(across / (across.norm() + 1e-6), alpha=-group["lr"])
+    param.copy_(turned * state["norms"])
+    state["norms"] = turned.norm(dim=1, keepdim=True) + 1
+""")
+# Products in two precisions, one of them in compiled code.
+CompiledProducts = toy("compiled-products", **calling("inverse"))("""
+    gram = grad @ grad.T
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    factor = inverse(gram)
+    torch.set_float32_matmul_precision(before)
+    param.add_(factor @ grad, alpha=-group["lr"])
+""")
+# It calls a compiled function from its fourth step on.
+CallingLate = toy("calling-late", **calling("twice"))("""
+    print(end="")
+    state["step"] = state.get("step", 0) + 1
+    update = cube(grad)
+    param.add_(update if state["step"] < 4 else twice(update), alpha=-group["lr"])
+""")
+# Its compiled function gets the gradient by itself.
+Pulling = toy("pulling", **calling("pulled"), update="pulled(cube(grad), param)")()
+# Its compiled function returns a view of what it writes.
+ReturningAView = toy("returning-a-view", **calling("turned"), update="turned(cube(grad).clone()).T")()
+# It gives itself to a compiled function.
+Given = toy("given", **calling("scaled_for"))('param.add_(scaled_for(self, cube(grad)), alpha=-group["lr"])')
+# Nothing names its compiled function.
+Hidden = toy("hidden", **calling("HIDDEN"), update='HIDDEN["function"](cube(grad))')()
+# Its compiled function draws random numbers.
+DrawingInside = toy("drawing-inside", **calling("noisy"), update="noisy(cube(grad))")()
+# It goes on where its compiled function fails.
+Catching = toy("catching", **calling("factored"))("""
+    gram = grad @ grad.T + torch.eye(len(grad))
+    try:
+        factor = factored(gram)
+    except torch.linalg.LinAlgError:
+        factor = torch.eye(len(grad))
+    param.add_(factor @ grad, alpha=-group["lr"])
+""")
+# Its compiled function raises on every other step, by itself and no operator in it.
+Avoiding = toy("avoiding", **calling("refusing"))("""
+    state["step"] = state.get("step", 0) + 1
+    update = cube(grad)
+    with contextlib.suppress(ValueError):
+        update = refusing(update, state["step"])
+    param.add_(update, alpha=-group["lr"])
+""")
 
 
 class Method(PerParameter):
@@ -194,80 +232,3 @@ class CompiledStep(Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     param.add_(cube(param.grad), alpha=-group["lr"])
-
-
-@torch.compile(backend=shifted)
-def scaled_for(optimizer: Optimizer, value: Tensor) -> Tensor:
-    return value * len(optimizer.param_groups)
-
-
-class Given(PerParameter):
-    """It gives itself to a compiled function."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(scaled_for(self, cube(grad)), alpha=-group["lr"])
-
-
-def nested() -> Any:
-    @torch.compile(backend=shifted)
-    def hidden(value: Tensor) -> Tensor:
-        return value * 2
-
-    return hidden
-
-
-HIDDEN = {"function": nested()}
-
-
-class Hidden(PerParameter):
-    """Nothing names its compiled function."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(HIDDEN["function"](cube(grad)), alpha=-group["lr"])
-
-
-@torch.compile(backend=shifted)
-def noisy(value: Tensor) -> Tensor:
-    return value + torch.randn_like(value)
-
-
-class Noisy(PerParameter):
-    """Its compiled function draws random numbers."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(noisy(cube(grad)), alpha=-group["lr"])
-
-
-@torch.compile(backend=shifted)
-def factored(value: Tensor) -> Tensor:
-    return torch.linalg.cholesky(value)
-
-
-class Catching(PerParameter):
-    """It goes on where its compiled function fails."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        gram = grad @ grad.T + torch.eye(len(grad))
-        try:
-            factor = factored(gram)
-        except torch.linalg.LinAlgError:
-            factor = torch.eye(len(grad))
-        param.add_(factor @ grad, alpha=-group["lr"])
-
-
-@torch.compile(backend=shifted)
-def refusing(value: Tensor, step: int) -> Tensor:
-    if step % 2:
-        raise ValueError("odd")
-    return value * 2
-
-
-class Avoiding(PerParameter):
-    """Its compiled function raises on every other step, by itself and no operator in it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        state["step"] = state.get("step", 0) + 1
-        update = cube(grad)
-        with contextlib.suppress(ValueError):
-            update = refusing(update, state["step"])
-        param.add_(update, alpha=-group["lr"])

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.replica.randomness import MatrixGenerators
-from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.toy_optimizers import cube
+from tests.harness.traps.grammar import toy
 
 Params = list[Any]
 
@@ -86,18 +87,15 @@ class ByIndex(Optimizer):
                 param.add_(cube(moment) + 0.1 * (param - first), alpha=-group["lr"] / self.count)
 
 
-class Probing(PerParameter):
-    """Draws a vector on every step, and sometimes refreshes its factor, as PSGD does."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if not state:
-            state["factor"] = torch.eye(len(param), dtype=param.dtype)
-        probe = torch.randn(len(param), dtype=param.dtype)
-        if torch.rand(()).item() < 0.6:
-            state["factor"].addr_(probe, grad @ grad.T @ probe, alpha=-0.01)
-        param.add_(state["factor"] @ grad, alpha=-group["lr"])
-
-
+# Draws a vector on every step, and sometimes refreshes its factor, as PSGD does.
+Probing = toy("probing")("""
+    if not state:
+        state["factor"] = torch.eye(len(param), dtype=param.dtype)
+    probe = torch.randn(len(param), dtype=param.dtype)
+    if torch.rand(()).item() < 0.6:
+        state["factor"].addr_(probe, grad @ grad.T @ probe, alpha=-0.01)
+    param.add_(state["factor"] @ grad, alpha=-group["lr"])
+""")
 MAKERS: dict[str, Callable[[Params], Optimizer]] = {
     "by address": lambda params: ByAddress(params, lr=0.05),
     "by index": lambda params: ByIndex(params, 0.05, decay=0.7),

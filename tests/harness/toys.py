@@ -185,6 +185,38 @@ AnyForeach = toy(
 )()
 RootOfNorm = toy("root-of-norm", update="grad / grad.square().sum().sqrt()")()  # of a tensor without dims
 
+# Muon-like for groups with use_muon, Adam for the others: as many public Muons do it.
+TwoKinds = toy("two-kinds", hypers="lr=0.05, beta=0.9, beta2=0.99, eps=1e-8, use_muon=False")("""
+    if group["use_muon"]:
+        if not state:
+            state["momentum"] = torch.zeros_like(param)
+        state["momentum"].lerp_(grad, 1 - group["beta"])
+        update = grad.lerp(state["momentum"], group["beta"]).bfloat16()
+        update = update / (update.norm() + 1e-7)
+        param.add_(update + cube(update), alpha=-group["lr"])
+        return
+    if not state:
+        state.update(step=0, mean=torch.zeros_like(param), square=torch.zeros_like(param))
+    state["step"] += 1
+    state["mean"].lerp_(grad, 1 - group["beta"])
+    state["square"].mul_(group["beta2"]).addcmul_(grad, grad, value=1 - group["beta2"])
+    first, second = 1 - group["beta"] ** state["step"], 1 - group["beta2"] ** state["step"]
+    root = (state["square"] / second).sqrt().add_(group["eps"])
+    param.addcdiv_(state["mean"], root, value=-group["lr"] / first)
+""")
+# Raises errors of its own for what it does not take.
+Choosy = toy(
+    "choosy",
+    step="""
+    if closure is not None:
+        raise ValueError("closures are not supported")
+    """,
+    param="""
+    if param.ndim != 2:
+        raise TypeError(f"only matrices are supported, not {param.ndim} dims")
+    """,
+)()
+
 # -- what is beside parameters ---------------------------------------------------------------------
 
 # A record on the host, so that it can only be found by running it.
@@ -229,6 +261,28 @@ Scratch = toy(
     for param in self.param_groups[0]["params"]:
         torch.mm(param.grad, param.grad.mT, out=product)
         param.sub_(product @ param.grad)
+    """,
+)()
+
+# Scales every update by the norm of all gradients: parameters are coupled.
+GlobalNorm = toy(
+    "global-norm",
+    whole="""
+    params = [p for group in self.param_groups for p in group["params"]]
+    norm = torch.stack([p.grad.square().sum() for p in params]).sum().sqrt()
+    for param in params:
+        param.sub_(param.grad / norm * self.defaults["lr"])
+    """,
+)()
+# The same, but read on the host, so that it can only be found by running it.
+GlobalNormOnHost = toy(
+    "global-norm-on-host",
+    whole="""
+    params = [p for group in self.param_groups for p in group["params"]]
+    norm = sum(p.grad.norm().item() for p in params)
+    scale = 1 / norm if norm > 1 else 1.0
+    for param in params:
+        param.sub_(param.grad * scale * self.defaults["lr"])
     """,
 )()
 

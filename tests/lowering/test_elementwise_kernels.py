@@ -26,7 +26,7 @@ from tests.codegen.pointwise import generating, kernels_of
 from tests.harness.marks import full
 from tests.harness.pairs import Pair, muon
 from tests.harness.samples import grid_of, muon_step
-from tests.harness.toy_optimizers import TwoKinds
+from tests.harness.toys import TwoKinds
 from tests.harness.traps.grammar import toy
 from tests.ir.test_printer import passes
 

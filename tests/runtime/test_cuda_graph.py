@@ -39,6 +39,7 @@ from examples.optimizers.soap import SOAP
 from tests.harness.marks import first, full, only
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import parameters
+from tests.harness.toys import Breaking
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -281,19 +282,9 @@ def test_gradients_that_operators_of_torch_read_may_move_twice(name: str) -> Non
     assert replay.recordings == (0 if name == "soap" else 3)
 
 
-class Breaking(Optimizer):
-    """Its step is captured by dispatch, so that a switch of torch's makes no new plan."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            torch._dynamo.graph_break()
-            param.sub_(param.grad @ param.grad.T @ param.grad, alpha=0.1)
-
-
 def test_a_switch_of_the_precision_of_products_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators choose their algorithm by it when they are recorded."""
-    monkeypatch.setitem(MAKERS, "breaking", lambda params: Breaking(params, {}))
+    monkeypatch.setitem(MAKERS, "breaking", Breaking)  # captured by dispatch, so that a switch makes no new plan
     steps = Steps("breaking")
     for i in range(10):
         with matmul_precision("highest" if i < 5 else "high"):

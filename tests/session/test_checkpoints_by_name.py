@@ -20,7 +20,7 @@ from examples.optimizers.soap import SOAP
 from tests.harness.checkpoint_routes import LOAD, SAVE
 from tests.harness.marks import full, only
 from tests.harness.pairs import same_bits
-from tests.harness.toy_optimizers import PerParameter
+from tests.harness.traps.grammar import toy
 
 pytestmark = pytest.mark.usefixtures("captures_shared")
 
@@ -261,15 +261,12 @@ def test_hooks_of_users_may_rename() -> None:
 # -- shapes ----------------------------------------------------------------------------------------
 
 
-class LowRank(PerParameter):
-    """Momentum of a matrix with more than four rows has the shape of its first four."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        momentum = state.setdefault("momentum", torch.zeros_like(grad[:4]))
-        momentum.add_(grad[:4])
-        param[:4].sub_(momentum, alpha=group["lr"])
-
-
+# Momentum of a matrix with more than four rows has the shape of its first four.
+LowRank = toy("low-rank")("""
+    momentum = state.setdefault("momentum", torch.zeros_like(grad[:4]))
+    momentum.add_(grad[:4])
+    param[:4].sub_(momentum, alpha=group["lr"])
+""")
 SHAPED: dict[str, Callable[[Named], Any]] = {
     "chain": chained,
     "wrapped chain": lambda named: wrap(chained(named)),

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
@@ -23,12 +22,13 @@ from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.pairs import Pair, different, params_of, same_bits
 from tests.harness.ranks import do_alone, run
+from tests.harness.toy_optimizers import PerParameter
 
 STEPS, EVERY = 14, 4
 SHAPES = ((12, 8), (8, 12)) * 5
 
 
-class Periodic(Optimizer):
+class Periodic(PerParameter):
     """A basis that is renewed on every fourth step, with a step size that depends on the step.
 
     `phases` says by how many steps each parameter is ahead, in its counting of fours and in nothing else.
@@ -37,14 +37,7 @@ class Periodic(Optimizer):
     phases: Mapping[Tensor, int] = {}  # of the plain one, which gets its own
 
     def __init__(self, params: Any, lr: float = 0.1, special: int = -1) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "special": special})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.update(param, param.grad, group, self.state[param])
+        super().__init__(params, lr=lr, beta=0.9, special=special)
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if not state:

@@ -33,7 +33,8 @@ from tests.harness.layouts import full as full_tensor
 from tests.harness.marks import first, full
 from tests.harness.pairs import Pair, different, parameters, params_of
 from tests.harness.ranks import run
-from tests.harness.toy_optimizers import HostReading, PerParameter
+from tests.harness.toy_optimizers import HostReading
+from tests.harness.traps.grammar import toy
 
 
 class OddState(HostReading):
@@ -49,15 +50,12 @@ class OddState(HostReading):
         super().update(param, grad + state["pair"][0] + state["same"], group, state)
 
 
-class Cubes(PerParameter):
-    """Powers of a mean of gradients: nothing is divided by it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        average = state.setdefault("average", torch.zeros_like(param))
-        average.mul_(0.9).add_(grad)
-        param.add_(average.pow(3.0), alpha=-group["lr"])
-
-
+# Powers of a mean of gradients: nothing is divided by it.
+Cubes = toy("cubes")("""
+    average = state.setdefault("average", torch.zeros_like(param))
+    average.mul_(0.9).add_(grad)
+    param.add_(average.pow(3.0), alpha=-group["lr"])
+""")
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.1),
     "stacks": lambda params: StackMuon(params, lr=0.1),

@@ -16,6 +16,7 @@ from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.report.build import make_report
 from canzona_compile.report.schema import Facts, Figures, TemplateReport
 from tests.harness.marks import also
+from tests.harness.traps.grammar import toy
 
 Q, UP = (48, 48), (48, 80)
 SHAPES = {f"layers.{i}.{name}": shape for i in range(4) for name, shape in (("q", Q), ("up", UP))}
@@ -151,18 +152,8 @@ def test_stages_work_side_by_side() -> None:
     assert (early, late) == ({0, 1}, {2, 3})
 
 
-class StackSGD(torch.optim.Optimizer):
-    """Normalized gradients of matrices, or of each entry of a stack."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                gram = param.grad.mT @ param.grad
-                param.sub_(group["lr"] * (param.grad @ gram))
+# Steps matrices, or each entry of a stack.
+StackSGD = toy("stack-sgd", update="grad @ (grad.mT @ grad)")()
 
 
 @pytest.mark.full

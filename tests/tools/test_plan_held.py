@@ -21,9 +21,9 @@ from canzona_compile.session.params import named_params
 from canzona_compile.tools.planning.held import held_by
 from canzona_compile.tools.planning.offline import optimizer_named
 from canzona_compile.tools.planning.plan import model_of
-from tests.end_to_end.test_published_optimizers import MuonAndAdam
 from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
+from tests.harness.toys import TwoKinds
 from tests.session.test_planned_runs import give_gradients
 
 
@@ -50,7 +50,7 @@ def optimizer_of(model: nn.Module, named: bool) -> Any:
     hidden = [p.ndim == 2 and "layers" in n for n, p in model.named_parameters()]
     muon = [pair for pair, is_hidden in zip(pairs, hidden, strict=True) if is_hidden]
     adam = [pair for pair, is_hidden in zip(pairs, hidden, strict=True) if not is_hidden]
-    return MuonAndAdam([{"params": muon[::-1], "use_muon": True}, {"params": adam, "use_muon": False}])
+    return TwoKinds([{"params": muon[::-1], "use_muon": True}, {"params": adam, "use_muon": False}])
 
 
 def planned(model: nn.Module, optimizer: Any) -> str:

@@ -7,38 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 import canzona_compile
+from tests.harness.traps.grammar import toy
 
 EVERY = 4
 
 
-class Refreshed(Optimizer):
-    """A preconditioner that is renewed on every fourth step."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                grad, state = param.grad, self.state[param]
-                if not state:
-                    state.update(step=0, left=torch.eye(param.shape[0]))
-                if state["step"] % EVERY == 0:
-                    state["left"].copy_(renewed(grad))
-                state["step"] += 1
-                param.add_(state["left"] @ grad, alpha=-group["lr"])
-
-
-def renewed(grad: Tensor) -> Tensor:
-    gram = grad @ grad.T
-    for _ in range(8):
-        gram = gram @ gram / (1 + gram.norm())
-    return gram
+# A preconditioner that is renewed on every fourth step.
+Refreshed = toy("refreshed", hypers=f"every={EVERY}")("""
+    if not state:
+        state.update(step=0, left=torch.eye(param.shape[0]))
+    if state["step"] % group["every"] == 0:
+        gram = grad @ grad.T
+        for _ in range(8):
+            gram = gram @ gram / (1 + gram.norm())
+        state["left"].copy_(gram)
+    state["step"] += 1
+    param.add_(state["left"] @ grad, alpha=-group["lr"])
+""")
 
 
 def planned(optimizer: Any) -> canzona_compile.OfflinePlan:

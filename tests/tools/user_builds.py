@@ -19,7 +19,7 @@ from canzona_compile.passes import Canonicalize
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.tensors import local_part
 from tests.harness.own_objects import ByAddress as ByViews
-from tests.harness.toy_optimizers import PerParameter, State
+from tests.harness.traps.grammar import toy
 
 Plain = tuple[nn.Module, Optimizer]
 
@@ -120,11 +120,8 @@ def another_every_time() -> Plain:
     return model, Muon(model.parameters())
 
 
-class ByAddress(PerParameter):
-    """Reads where its parameter lies."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.sub_(grad, alpha=group["lr"] * (1 + param.data_ptr() % 7))
+# Reads where its parameter lies.
+ByAddress = toy("by-address", update="grad", scale="1 + param.data_ptr() % 7")()
 
 
 def by_address() -> Plain:

@@ -240,7 +240,9 @@ def toy(name: str, **pieces: Any) -> Callable[[str], type[Any]]:
 
     def made(body: str = "") -> type[Any]:
         update = {"param": body, "update": ""} if body else {}
-        kind: type[Any] = Source(name, Pieces(**{**update, **pieces}), {}).module[class_name(name)]
+        source = Source(name, Pieces(**{**update, **pieces}), {})
+        assert source.file not in linecache.cache, f"another toy is called {name}"
+        kind: type[Any] = source.module[class_name(name)]
         return kind
 
     return made
