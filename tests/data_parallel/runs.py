@@ -74,17 +74,6 @@ def train(model: Any, optimizers: Any, steps: int = 1, zero: bool = True) -> Non
             optimizer.zero_grad()
 
 
-def said_of(call: Callable[[], object]) -> str:
-    """The error that a call raises; empty if none."""
-    try:
-        call()
-    except canzona_compile.CanzonaError as error:
-        return f"{type(error).__name__}: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def clipped(plain: nn.Module, handle: Any, clip: float, dtype: torch.dtype) -> list[str]:
     """Clip gradients both ways, by the norm that zero1 finds; what is wrong with that norm.
 

@@ -23,8 +23,9 @@ from torch.optim import SGD
 import canzona_compile
 from canzona_compile.runtime import meeting
 from tests.data_parallel.models import Model, batch, different
-from tests.data_parallel.runs import said_of, set_up, step_alone, train
+from tests.data_parallel.runs import set_up, step_alone, train
 from tests.harness.marks import also, first
+from tests.harness.mistakes import attempt
 from tests.harness.ranks import run
 
 LOADED = """
@@ -72,7 +73,7 @@ def copied_too_early() -> str:
     """A copy has nothing that its parameters could wait for."""
     model, optimizers, _ = set_up(gather="forward")
     train(model, optimizers)
-    return said_of(lambda: copy.deepcopy(model))
+    return attempt(lambda: copy.deepcopy(model)).said
 
 
 class Encoder(nn.Module):
@@ -106,7 +107,7 @@ def root_read(read: Callable[[Any, Tensor], Tensor]) -> tuple[str, bool]:
     optimizer.step()
     optimizer.zero_grad()
     losses: list[Tensor] = []
-    said = said_of(lambda: (losses.append(read(model, x)), losses[0].backward()))
+    said = attempt(lambda: (losses.append(read(model, x)), losses[0].backward())).said
     optimizer.canzona.synchronize()
     return said, not torch.equal(losses[0], read(model, x))
 
@@ -137,7 +138,7 @@ def read_by_one(how: str) -> tuple[str, list[str]]:
                 "eval of a part": lambda: model.head(torch.ones(1, 64)),
             }
             with mock.patch.object(meeting, "PATIENCE", timedelta(seconds=1)):
-                text = said_of(reads[how])
+                text = attempt(reads[how]).said
     dist.barrier()
     for one, own in pairs:
         train(one, own)

@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import SGD
 
 import canzona_compile
-from canzona_compile.errors import CanzonaError
 from canzona_compile.runtime import meeting, waiter
 from tests.data_parallel.models import batch, different
-from tests.data_parallel.runs import said_of, set_up, step_alone, train
+from tests.data_parallel.runs import set_up, step_alone, train
+from tests.harness.mistakes import attempt
 from tests.harness.ranks import run
 
 
@@ -53,7 +53,7 @@ def reads_alone_before_a_flush() -> str:
     model(batch(0, dist.get_rank())).backward()
     optimizers[0].step()
     with mock.patch.object(meeting, "PATIENCE", timedelta(seconds=1)):
-        said = said_of(model.state_dict) if dist.get_rank() == 0 else ""
+        said = attempt(model.state_dict).said if dist.get_rank() == 0 else ""
     dist.barrier()
     return said
 
@@ -66,14 +66,14 @@ def raises_alike() -> list[str]:
     for step in range(3):
         model(batch(step, dist.get_rank())).backward()
         for weight in list(model.parameters())[:3]:
-            found.append(said_of(lambda: weight.grad.norm() is None))  # noqa: B023
+            found.append(attempt(lambda: weight.grad.norm()).said)  # noqa: B023
             if dist.get_rank() == 1 and step == 1:
                 time.sleep(0.3)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     model(batch(3, dist.get_rank())).backward()
-    found.append(said_of(lambda: next(model.parameters()).grad.norm() is None))
+    found.append(attempt(lambda: next(model.parameters()).grad.norm()).said)
     dist.barrier()
     other, others, _ = set_up()
     train(other, others)
@@ -90,15 +90,11 @@ def begins_anew() -> tuple[str, str]:
 
     if dist.get_rank() == 1:
         next(model.parameters()).register_hook(fail)
-    said = ""
-    try:
-        model(batch(1, dist.get_rank())).backward()
-    except (CanzonaError, MemoryError) as error:
-        said = str(error)
+    said = attempt(lambda: model(batch(1, dist.get_rank())).backward()).said
     fresh = nn.Linear(4, 4)
-    return said, said_of(
-        lambda: canzona_compile.zero1(fresh, SGD(fresh.parameters(), lr=0.1), mesh=dist.group.WORLD) and None
-    )
+    return said, attempt(
+        lambda: canzona_compile.zero1(fresh, SGD(fresh.parameters(), lr=0.1), mesh=dist.group.WORLD)
+    ).said
 
 
 def one_column_differs() -> list[str]:
@@ -112,7 +108,7 @@ def one_column_differs() -> list[str]:
     for step in range(3):
         model(torch.ones(2, 8)).sum().backward()
         largest = 0.3 if step == 1 and dist.get_rank() == 0 else 0.1
-        said = said_of(lambda: optimizer.canzona.clip_grad_norm_(largest) is None)  # noqa: B023
+        said = attempt(lambda: optimizer.canzona.clip_grad_norm_(largest)).said  # noqa: B023
         if not said:
             optimizer.step()
         optimizer.zero_grad()

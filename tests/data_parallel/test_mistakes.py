@@ -1,14 +1,15 @@
-"""Mistakes under zero1 are errors on every rank that say what is wrong, where, and what to do."""
+"""Mistakes under zero1, and ranks that go different ways: errors on every rank before data moves, that say what is
+wrong, where, and what to do; ranks go on as one or refuse to."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import warnings
-from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,109 +21,260 @@ from torch.nn.parallel import DistributedDataParallel
 
 import canzona_compile
 from canzona_compile.errors import CanzonaWarning
+from canzona_compile.runtime import waiter
 from tests.data_parallel.models import MAKERS, Model, batch
-from tests.data_parallel.runs import said_of, set_up, step_alone, train
+from tests.data_parallel.runs import step_alone
+from tests.data_parallel.trainee import Trainee, errors
 from tests.harness.layouts import mesh_of
-from tests.harness.marks import also, first, full
-from tests.harness.ranks import Died, run
+from tests.harness.marks import crossed, first
+from tests.harness.mistakes import Mistakes
+from tests.harness.ranks import run
+
+MISTAKES = Mistakes(__name__, driver=Trainee, after=partial(step_alone), group="raise")
+WITH_STATE = {"options": {"make": "muon and adamw"}, "after": partial(step_alone, "muon and adamw")}
+built = partial(MISTAKES, when="built")  # before zero1
+bound = partial(MISTAKES, when="bound")
+trained = partial(MISTAKES, when="trained")
+backward = partial(MISTAKES, when="backward")  # gradients are there
 
 
-def said(mistake: str, *args: Any) -> str:
-    """The error that a mistake raises on this rank; empty if none."""
-    return said_of(lambda: MISTAKES[mistake](*args))
+# -- models that differ, or are not plain ----------------------------------------------------------
 
 
-def another_order() -> None:
-    model = Model()
-    if dist.get_rank() == 1:
-        model.head, model.embed = nn.Linear(64, 300, bias=False), nn.Embedding(300, 64)
-        model.blocks = model._modules.pop("blocks")
-    set_up(model)
+@built("rank 0: blocks.0.norm.weight", on=[1])
+def another_order(own: Trainee) -> None:
+    model = own.model
+    model.head, model.embed = nn.Linear(64, 300, bias=False), nn.Embedding(300, 64)
+    model.blocks = model._modules.pop("blocks")
 
 
-def another_shape() -> None:
-    model = Model()
-    if dist.get_rank() == 1:
-        model.head = nn.Linear(64, 301, bias=False)
-    set_up(model)
+@built(r"rank 1: head.weight \[301, 64\]", on=[1])
+def another_shape(own: Trainee) -> None:
+    own.model.head = nn.Linear(64, 301, bias=False)
 
 
-def another_trainability() -> None:
-    model = Model()
-    model.blocks[0].up.weight.requires_grad_(dist.get_rank() == 0)
-    set_up(model)
+@built("requires_grad=False not trained", on=[1])
+def another_trainability(own: Trainee) -> None:
+    own.model.blocks[0].up.weight.requires_grad_(False)
 
 
-def split_that_fits_nothing() -> None:
-    set_up(split={"*.qkv.weight": {"q": 64, "k": 32}})
+@built("already wrapped in DistributedDataParallel")
+def under_ddp(own: Trainee) -> None:
+    own.model = DistributedDataParallel(own.model)
 
 
-def split_of_another_size() -> None:
-    set_up(split={"*.up.weight": {"gate": 48, "up": 64}}, make="muon and adamw")
+@built("already wrapped in FSDP")
+def under_fsdp(own: Trainee) -> None:
+    for block in own.model.blocks:
+        fully_shard(block)
+    fully_shard(own.model)
 
 
-def backward_twice() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers, 2)
-    model(batch(2, dist.get_rank())).backward()
-    model(batch(3, dist.get_rank())).backward()
+class OwnWrapper(nn.Module):
+    """What zero1 sees of Megatron's DistributedDataParallel: a method, and an attribute in the place of another one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.buffers = module, []  # type: ignore[assignment]
+
+    def finish_grad_sync(self) -> None:
+        """Megatron's loop calls it after backward."""
 
 
-def backward_after_a_step_without_zero_grad() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers, 2, zero=False)
+@built("the model is already wrapped in OwnWrapper, which reduces gradients.*pass the plain model")
+def under_megatron(own: Trainee) -> None:
+    own.model = OwnWrapper(own.model)
 
 
-def step_without_backward() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    optimizers[0].step()
+MARKED = "allreduce=False says that it is an expert.*blocks.0.up.weight"
+NO_GROUP = {"layout": {"blocks.0.up.weight": None}}
 
 
-def parameter_added() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    optimizers[0].add_param_group({"params": [nn.Parameter(torch.randn(8, 8))]})
-    train(model, optimizers)
+def expert(own: Trainee, of_one_seed: bool = True) -> None:
+    own.model = own.model if of_one_seed else Model(own.rank)
+    own.model.blocks[0].up.weight.allreduce = False
 
 
-def moved_to_another_group() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    params = optimizers[0].param_groups[0]["params"]
-    optimizers[0].param_groups.append({**optimizers[0].param_groups[0], "params": [params.pop()], "lr": 0.5})
-    train(model, optimizers)
+built(f"{MARKED}.*layout=.*None}}", name="experts of one seed")(expert)
+built(MARKED, name="experts of several seeds", options=NO_GROUP)(partial(expert, of_one_seed=False))
+built("rank 1: blocks.0.up.weight .* trained expert", name="an expert on one rank", on=[1])(expert)
+built(name="equal experts", options=NO_GROUP, errors={""})(expert)
 
 
-def left_its_optimizer() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    gone = optimizers[0].param_groups[0]["params"].pop()
-    gone.grad = None
-    train(model, optimizers)
+built(
+    r"'\*.qkv.weight' matches no parameter; the optimizer has blocks.0.up.weight",
+    name="a split that fits nothing",
+    options={"split": {"*.qkv.weight": {"q": 64, "k": 32}}},
+)()
+built(
+    r"= 112 entries of dim 0, but the parameter has shape \[96, 64\].*blocks.0.up.weight",
+    name="a split of another size",
+    options={"split": {"*.up.weight": {"gate": 48, "up": 64}}, "make": "muon and adamw"},
+    full=True,
+)()
 
 
-def memory_replaced() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    model.blocks[0].up.weight.data = model.blocks[0].up.weight.data.clone()
-    train(model, optimizers)
+@built(says={0: "", 1: "rank 1 is not part of"}, last=True, fresh=True)
+def mesh_without_this_rank(own: Trainee) -> None:
+    mesh = DeviceMesh("cpu", [0])
+    if own.rank == 1:
+        canzona_compile.zero1(own.model, MAKERS["adamw"](own.model), mesh=mesh)
 
 
-def parameters_replaced_by_a_checkpoint() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    train(model, optimizers)
+@trained("already wrapped", last=True, full=True)
+def wrapped_already(own: Trainee) -> None:
+    canzona_compile.zero1(own.model, own.optimizers, mesh=dist.group.WORLD)
 
 
-def unfrozen_later() -> None:
-    model = Model()
-    model.blocks[0].up.weight.requires_grad_(False)
-    model, optimizers, _ = set_up(model)
-    train(model, optimizers)
-    model.blocks[0].up.weight.requires_grad_(True)
-    train(model, optimizers)
+# -- calls in a wrong order, and parameters that change --------------------------------------------
+
+
+@backward("backward ran again.*no_sync", last=True)
+def backward_twice(own: Trainee) -> None:
+    own.backward(2)
+
+
+@backward("backward ran again.*zero_grad", last=True, full=True)
+def backward_after_a_step_without_zero_grad(own: Trainee) -> None:
+    own.step()
+    own.backward(2)
+
+
+@trained("no parameter has a gradient", last=True)
+def step_without_backward(own: Trainee) -> None:
+    own.optimizers[0].step()
+
+
+@trained(r"a trained parameter of shape \[8, 8\]", full=True)
+def parameter_added(own: Trainee) -> None:
+    own.optimizers[0].add_param_group({"params": [nn.Parameter(torch.randn(8, 8))]})
+
+
+@trained("in another group of its optimizer.*blocks.1.down.weight")
+def moved_to_another_group(own: Trainee) -> None:
+    groups = own.optimizers[0].param_groups
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.5})
+
+
+@trained("or in none.*blocks.1.down.weight", full=True)
+def left_its_optimizer(own: Trainee) -> None:
+    own.optimizers[0].param_groups[0]["params"].pop().grad = None
+
+
+@trained("storage of the parameter was replaced.*blocks.0.up.weight", fresh=True, full=True)
+def memory_replaced(own: Trainee) -> None:
+    weight = own.model.blocks[0].up.weight
+    weight.data = weight.data.clone()
+
+
+@trained("parameters of the model were replaced.*embed.weight.*assign=True")
+def parameters_replaced_by_a_checkpoint(own: Trainee) -> None:
+    own.model.load_state_dict({name: value.clone() for name, value in own.model.state_dict().items()}, assign=True)
+
+
+class Frozen(Trainee):
+    """One of its matrices is not trained."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for model in (self.model, self.plain):
+            model.blocks[0].up.weight.requires_grad_(False)
+
+
+@trained("was not in the optimizer.*requires_grad", driver=Frozen, full=True)
+def unfrozen_later(own: Trainee) -> None:
+    own.model.blocks[0].up.weight.requires_grad_(True)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+@backward("its norm would differ.*clip_grad_norm_", last=True)
+def clipped_by_torch(own: Trainee) -> None:
+    nn.utils.clip_grad_norm_(own.model.parameters(), 1.0)
+
+
+@backward("clamp_ would give a wrong result", last=True, full=True)
+def clipped_by_value(own: Trainee) -> None:
+    nn.utils.clip_grad_value_(own.model.parameters(), 1.0)
+
+
+@backward("rank 0: foreach_mul by 0.5 of embed.weight and 11 more; rank 1: foreach_mul by 1.5", full=True)
+def scaled_differently(own: Trainee) -> None:
+    torch._foreach_mul_([p.grad for p in own.model.parameters()], 0.5 + own.rank)
+
+
+@backward("scaled differently on some ranks", "rank 0: mul by 0.5 of embed.weight", on=[0], fresh=True, group="scaled")
+def scaled_on_one_rank(own: Trainee) -> None:
+    for param in own.model.parameters():
+        param.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("gather", first(["step", "forward"]))
+def test_gradients_scaled_on_one_rank_only(gather: str) -> None:
+    MISTAKES.check("scaled_on_one_rank", gather=gather)
+
+
+@backward("backward ran again", on=[0], fresh=True)
+def refused_on_one_rank(own: Trainee) -> None:
+    """The other one goes on."""
+    own.model.head.weight.grad.add_(torch.ones(300, 64))
+
+
+# Autograd refuses it on one rank, after ranks have begun to reduce; the other one hears that.
+HEARD = "the step failed on rank 0: CanzonaError: an exception interrupted a backward pass"
+
+
+@trained(says={0: "changed the type of value", 1: HEARD}, on=[0], fresh=True)
+def hook_changes_dtype(own: Trainee) -> None:
+    own.model.blocks[0].up.weight.register_hook(lambda grad: grad.double())
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+@backward("rank 1: group 0 of SGD has .*lr=0.25", last=True, full=True)
+def another_rate_between_backward_and_step(own: Trainee) -> None:
+    for optimizer in own.optimizers:
+        optimizer.param_groups[0]["lr"] = 0.25 if own.rank == 1 else 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1
+    own.whole_step(2)
+
+
+@trained("ns_steps >= 100", on=[0], options={"make": "muon and adamw"}, fresh=True, full=True)
+def optimizer_fails_on_one_rank(own: Trainee) -> None:
+    """After backward, in which ranks compare their numbers."""
+    own.optimizers[0].register_step_pre_hook(lambda own, *_: own.param_groups[0].update(ns_steps="many"))
+
+
+# -- a rank that dies ------------------------------------------------------------------------------
+
+dies = partial(trained, says={0: "no answer from rank 1"}, on=[1], dying=[1])
+
+
+@dies(full=True)
+def dies_in_backward(own: Trainee) -> None:
+    own.model.blocks[0].up.weight.register_hook(lambda _: os._exit(1))
+
+
+@dies()
+def dies_in_step(own: Trainee) -> None:
+    own.optimizers[1].register_step_pre_hook(lambda *_: os._exit(1))
+
+
+@dies(full=True)
+def dies_in_gather(own: Trainee) -> None:
+    with contextlib.suppress(Exception):
+        own.backward(1)
+        own.optimizers[0].step()
+    os._exit(1)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.names("raise"))
+def test_both_ranks_raise(mistake: str) -> None:
+    MISTAKES.check(mistake)
 
 
 def mesh_of_one_rank() -> list[str]:
@@ -138,312 +290,218 @@ def mesh_of_one_rank() -> list[str]:
     return found
 
 
-def under_ddp() -> None:
-    set_up(DistributedDataParallel(Model()))
-
-
-class OwnWrapper(nn.Module):
-    """What zero1 sees of Megatron's DistributedDataParallel: a method, and an attribute in the place of another one."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.buffers = module, []  # type: ignore[assignment]
-
-    def finish_grad_sync(self) -> None:
-        """Megatron's loop calls it after backward."""
-
-
-def under_megatron() -> None:
-    set_up(OwnWrapper(Model()))
-
-
-def experts(seed: int, expert: bool = True, **options: Any) -> None:
-    model = Model(seed)
-    model.blocks[0].up.weight.allreduce = not expert
-    model, optimizers, _ = set_up(model, **options)
-    train(model, optimizers)
-
-
-def experts_of_one_seed() -> None:
-    experts(0)
-
-
-def experts_of_several_seeds() -> None:
-    experts(dist.get_rank(), layout={"blocks.0.up.weight": None})
-
-
-def expert_on_one_rank() -> None:
-    experts(0, expert=dist.get_rank() == 1)
-
-
-def equal_experts() -> None:
-    experts(0, layout={"blocks.0.up.weight": None})
-
-
-def under_fsdp() -> None:
-    model = Model()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    set_up(model)
-
-
-def wrapped_already() -> None:
-    model, optimizers, _ = set_up()
-    canzona_compile.zero1(model, optimizers, mesh=dist.group.WORLD)
-
-
-def mesh_without_this_rank() -> None:
-    model = Model()
-    mesh = DeviceMesh("cpu", [0])
-    if dist.get_rank() == 0:
-        raise canzona_compile.CanzonaError("only the other rank is at fault")
-    canzona_compile.zero1(model, MAKERS["adamw"](model), mesh=mesh)
-
-
-def clipped_by_torch() -> None:
-    model, _, _ = set_up()
-    model(batch(0, dist.get_rank())).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def clipped_by_value() -> None:
-    model, _, _ = set_up()
-    model(batch(0, dist.get_rank())).backward()
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)
-
-
-def scaled_on_one_rank(gather: str) -> None:
-    model, optimizers, handle = set_up(gather=gather)
-    train(model, optimizers)
-    model(batch(1, dist.get_rank())).backward()
-    if dist.get_rank() == 0:
-        for param in model.parameters():
-            param.grad.mul_(0.5)
-    for optimizer in optimizers:
-        optimizer.step()
-    handle.synchronize()
-
-
-def scaled_differently() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    model(batch(1, dist.get_rank())).backward()
-    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5 + dist.get_rank())
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def another_rate() -> None:
-    """A learning rate that is another one on one rank, before backward."""
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    if dist.get_rank() == 1:
-        optimizers[1].param_groups[0]["lr"] = 0.25
-    train(model, optimizers)
-
-
-def another_rate_between_backward_and_step() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    model(batch(1, dist.get_rank())).backward()
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = 0.25 if dist.get_rank() == 1 else 0.1
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] = 0.1
-    train(model, optimizers)
-
-
-def rate_set_right() -> list[str]:
-    """What ranks raise until the rate is the same again; then they train on."""
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    right = optimizers[0].param_groups[0]["lr"]
-    found = []
-    for rate in (right * (1 + dist.get_rank()), right):
-        optimizers[0].param_groups[0]["lr"] = rate
-        try:
-            train(model, optimizers)
-            found.append("")
-        except canzona_compile.CanzonaError as error:
-            found.append(type(error).__name__)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-    return found
-
-
-def refused_on_one_rank() -> None:
-    """One rank adds to its gradients; the other one goes on."""
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    model(batch(1, dist.get_rank())).backward()
-    if dist.get_rank() == 0:
-        model.head.weight.grad.add_(torch.ones(300, 64))
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def hook_changes_dtype() -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    if dist.get_rank() == 0:
-        model.blocks[0].up.weight.register_hook(lambda grad: grad.double())
-    train(model, optimizers)
-
-
-def optimizer_fails_on_one_rank() -> None:
-    model, optimizers, _ = set_up(make="muon and adamw")
-    train(model, optimizers)
-    if dist.get_rank() == 0:  # after backward, in which ranks compare their numbers
-        optimizers[0].register_step_pre_hook(lambda own, *_: own.param_groups[0].update(ns_steps="many"))
-    train(model, optimizers)
-
-
-def dies(where: str) -> None:
-    model, optimizers, _ = set_up()
-    train(model, optimizers)
-    if dist.get_rank() == 1:
-        if where == "backward":
-            model.blocks[0].up.weight.register_hook(lambda _: os._exit(1))
-        elif where == "step":
-            optimizers[1].register_step_pre_hook(lambda *_: os._exit(1))
-        else:
-            with contextlib.suppress(Exception):
-                model(batch(1, 1)).backward()
-                optimizers[0].step()
-            os._exit(1)
-    train(model, optimizers)
-
-
-MISTAKES: dict[str, Callable[..., None]] = {
-    f.__name__: f
-    for f in (
-        another_order,
-        another_shape,
-        another_trainability,
-        split_that_fits_nothing,
-        split_of_another_size,
-        backward_twice,
-        backward_after_a_step_without_zero_grad,
-        step_without_backward,
-        parameter_added,
-        moved_to_another_group,
-        left_its_optimizer,
-        memory_replaced,
-        parameters_replaced_by_a_checkpoint,
-        unfrozen_later,
-        under_ddp,
-        under_fsdp,
-        under_megatron,
-        experts_of_one_seed,
-        experts_of_several_seeds,
-        expert_on_one_rank,
-        equal_experts,
-        wrapped_already,
-        mesh_without_this_rank,
-        clipped_by_torch,
-        clipped_by_value,
-        scaled_on_one_rank,
-        scaled_differently,
-        another_rate,
-        another_rate_between_backward_and_step,
-        refused_on_one_rank,
-        hook_changes_dtype,
-        optimizer_fails_on_one_rank,
-        dies,
-    )
-}
-
-
-AFTER = partial(step_alone)
-
-ON_BOTH = {
-    "another_order": "rank 0: blocks.0.norm.weight",
-    "another_shape": r"rank 1: head.weight \[301, 64\]",
-    "another_trainability": "requires_grad=False not trained",
-    "split_that_fits_nothing": r"'\*.qkv.weight' matches no parameter; the optimizer has blocks.0.up.weight",
-    "split_of_another_size": r"(?s)= 112 entries of dim 0, but the parameter has shape \[96, 64\].*blocks.0.up.weight",
-    "backward_twice": "(?s)backward ran again.*no_sync",
-    "backward_after_a_step_without_zero_grad": "(?s)backward ran again.*zero_grad",
-    "step_without_backward": "no parameter has a gradient",
-    "parameter_added": r"a trained parameter of shape \[8, 8\]",
-    "moved_to_another_group": "(?s)in another group of its optimizer.*blocks.1.down.weight",
-    "left_its_optimizer": "(?s)or in none.*blocks.1.down.weight",
-    "memory_replaced": "(?s)storage of the parameter was replaced.*blocks.0.up.weight",
-    "parameters_replaced_by_a_checkpoint": "(?s)parameters of the model were replaced.*embed.weight.*assign=True",
-    "unfrozen_later": "(?s)was not in the optimizer.*requires_grad",
-    "under_ddp": "already wrapped in DistributedDataParallel",
-    "under_fsdp": "already wrapped in FSDP",
-    "under_megatron": "(?s)the model is already wrapped in OwnWrapper, which reduces gradients.*pass the plain model",
-    "experts_of_one_seed": r"(?s)allreduce=False says that it is an expert.*blocks.0.up.weight.*layout=.*None}",
-    "experts_of_several_seeds": r"(?s)allreduce=False says that it is an expert.*blocks.0.up.weight",
-    "expert_on_one_rank": r"rank 1: blocks.0.up.weight .* trained expert",
-    "equal_experts": "^$",
-    "wrapped_already": "already wrapped",
-    "mesh_without_this_rank": "rank 1 is not part of|the other rank",
-    "clipped_by_torch": "(?s)its norm would differ.*clip_grad_norm_",
-    "clipped_by_value": "clamp_ would give a wrong result",
-    "scaled_differently": "rank 0: foreach_mul by 0.5 of embed.weight and 11 more; rank 1: foreach_mul by 1.5",
-    "another_rate": r"(?s)rank 0: group 0 of SGD has .*lr=0.1.*rank 1: group 0 of SGD has .*lr=0.25",
-    "another_rate_between_backward_and_step": r"(?s)rank 1: group 0 of SGD has .*lr=0.25",
-    "refused_on_one_rank": "backward ran again",
-    "optimizer_fails_on_one_rank": "ns_steps >= 100",
-}
-
-
-# These leave a collective that one rank started and the other did not.
-BREAKING = {"memory_replaced", "refused_on_one_rank", "optimizer_fails_on_one_rank", "mesh_without_this_rank"}
-
-
-# Of what is alike: the other one takes seconds to show the same, or is a rarer mistake.
-REPEATED = {
-    "split_of_another_size",
-    "backward_after_a_step_without_zero_grad",
-    "parameter_added",
-    "left_its_optimizer",
-    "wrapped_already",
-    "memory_replaced",
-    "unfrozen_later",
-    "clipped_by_value",
-    "scaled_differently",
-    "another_rate_between_backward_and_step",
-    "optimizer_fails_on_one_rank",
-}
-
-
-@pytest.mark.parametrize("mistake", [full(name) if name in REPEATED else name for name in ON_BOTH])
-def test_both_ranks_raise(mistake: str) -> None:
-    for text in run(2, said, mistake, fresh=mistake in BREAKING, after=AFTER):
-        assert re.search(ON_BOTH[mistake], text), text
-
-
-@pytest.mark.parametrize("gather", first(["step", "forward"]))
-def test_gradients_scaled_on_one_rank_only(gather: str) -> None:
-    for text in run(2, said, "scaled_on_one_rank", gather, fresh=True, after=AFTER):
-        assert "scaled differently on some ranks" in text
-        assert "rank 0: mul by 0.5 of embed.weight" in text
-
-
-def test_ranks_train_on_once_their_numbers_are_equal_again() -> None:
-    assert run(2, rate_set_right, after=AFTER) == [["RankMismatch", ""]] * 2
-
-
-def test_a_hook_that_changes_the_dtype() -> None:
-    """Autograd refuses it on one rank, after ranks have begun to reduce; the other one hears that."""
-    one, two = run(2, said, "hook_changes_dtype", fresh=True, after=AFTER)
-    assert "changed the type of value" in one
-    assert "the step failed on rank 0: CanzonaError: an exception interrupted a backward pass" in two
-
-
-@pytest.mark.parametrize("where", [*also(["backward"]), "step", *also(["gather"])])
-def test_a_rank_that_dies(where: str) -> None:
-    one, two = run(2, said, "dies", where, fresh=True, dying=[1], after=AFTER)
-    assert isinstance(two, Died)
-    assert "no answer from rank 1" in one
-
-
 @pytest.mark.ranks
 def test_a_mesh_of_one_rank_reduces_nothing_and_says_so() -> None:
     for warned in run(2, mesh_of_one_rank):
         assert [one.partition(",")[0] for one in warned] == ["tp: mesh= has one rank"]
+
+
+# -- ranks that go different ways, and on ----------------------------------------------------------
+
+astray = partial(backward, group="goes on", goes_on=True)
+OTHER_CALLS = "made different calls.*rank 0: "
+
+
+@astray(OTHER_CALLS + r"step\(\) of optimizer 0 \(\w+\) of model \d+; rank 1: backward\(\)", last=True)
+def skips_a_step(own: Trainee) -> None:
+    if own.rank == 0:
+        own.step()
+    own.zero()
+    own.backward(2)
+
+
+@astray(OTHER_CALLS + r"step\(\) of optimizer 1 .*; rank 1: step\(\) of optimizer 0", on=[1])
+def steps_twice(own: Trainee) -> None:
+    own.optimizers[0].step()
+
+
+@astray(OTHER_CALLS + r"step\(\).*; rank 1: clip_grad_norm_\(\)", on=[1])
+def clips_alone(own: Trainee) -> None:
+    own.handle.clip_grad_norm_(1.0)
+
+
+@astray("different arguments on some ranks .*rank 0: max_norm=0.5.*rank 1: max_norm=1.5")
+def clips_by_another_norm(own: Trainee) -> None:
+    own.handle.clip_grad_norm_(0.5 + own.rank)
+
+
+@astray("no parameter has a gradient", on=[1])
+def zeroes_early(own: Trainee) -> None:
+    own.zero()
+
+
+@astray("gradients are missing on some ranks only .*no gradient for blocks.0.up.weight")
+def drops_a_gradient(own: Trainee) -> None:
+    """On the rank that owns the parameter."""
+    fragment = own.handle.zero1.fragments["blocks.0.up.weight"]
+    if any(part.owner == own.rank for part in fragment.slices):
+        fragment.param.grad = None
+
+
+@astray(OTHER_CALLS + r"step\(\) of optimizer 1", last=True)
+def leaves_out_the_second_optimizer(own: Trainee) -> None:
+    own.optimizers[0].step()
+    if own.rank == 0:
+        own.optimizers[1].step()
+    own.zero()
+    own.backward(2)
+
+
+@astray("backward ran again after", last=True)
+def forgets_to_zero(own: Trainee) -> None:
+    own.step()
+    if own.rank == 0:
+        own.zero()
+    own.backward(2)
+
+
+@astray(r"rank 1: full_tensor\(\) of the gradient of head.weight", on=[1])
+def asks_for_a_gradient_alone(own: Trainee) -> None:
+    own.model.head.weight.grad.full_tensor()
+
+
+@astray(r"measure\(\) has measured 0 of 2 steps", on=[1])
+def measures_alone(own: Trainee) -> None:
+    own.handle.measure(2)
+
+
+another_rate = partial(astray, "rank 0: group 0 of SGD has .*lr=0.1.*rank 1: group 0 of SGD has .*lr=0.25")
+for place in (0, 1):  # before backward
+    another_rate(name=f"rate of optimizer {place}", when="trained", on=[1])(
+        lambda own, place=place: own.optimizers[place].param_groups[0].update(lr=0.25)
+    )
+# An optimizer had stepped, on both ranks.
+HALF = {"steps_twice", "leaves_out_the_second_optimizer", "forgets_to_zero", "rate of optimizer 1"}
+
+
+@pytest.mark.parametrize(("way", "gather"), crossed(MISTAKES.names("goes on"), ["step", "forward"]))
+def test_both_ranks_raise_and_go_on(way: str, gather: str) -> None:
+    for found in MISTAKES.check(way, gather=gather):
+        assert [text for text in found.later if way not in HALF or not text.startswith("wrong")] == []
+
+
+@MISTAKES(when="trained", group="", goes_on=True, errors={""}, last=True)
+def fails_at_once(own: Trainee) -> None:
+    if own.rank == 1:
+        hook = own.model.head.register_full_backward_pre_hook(fail)
+        with contextlib.suppress(ValueError):
+            own.backward(1)
+        hook.remove()
+        own.zero()
+    own.whole_step(1)
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("out of memory")
+
+
+def test_a_batch_that_is_skipped_before_a_gradient_is_there() -> None:
+    """No rank has begun to reduce then, so the other one waits for the next batch."""
+    for found in MISTAKES.check("fails_at_once"):
+        assert [text for text in found.later if not text.startswith("wrong")] == []
+
+
+class Reader(Trainee):
+    """Reads parameters on its way on."""
+
+    def __init__(self, read: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.read = read
+
+    def go_on(self) -> list[str]:
+        self.plain_step(1)
+        return [*errors("reading", lambda: READS[self.read](self)), *super().go_on()]
+
+
+def evaluates(own: Trainee) -> None:
+    with torch.no_grad():
+        own.model(batch(9, own.rank))
+
+
+READS = {
+    "synchronize()": lambda own: own.handle.synchronize(),
+    "the model's state_dict()": lambda own: own.model.state_dict(),
+    "an evaluation": evaluates,
+}
+
+
+@astray(
+    "made different calls, and nothing was changed", driver=Reader, options={"gather": "forward"}, group="", last=True
+)
+def steps_again_while_the_other_goes_on(own: Trainee) -> None:
+    with mock.patch.object(waiter, "PATIENCE", timedelta(seconds=0.1)):
+        own.step()
+        if own.rank == 1:
+            own.step()
+        own.zero()
+        own.backward(2)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_parameters_are_read_after_a_call_was_refused(read: str) -> None:
+    """One rank had gathered more of them than the other when it was."""
+    for found in MISTAKES.check("steps_again_while_the_other_goes_on", read=read):
+        assert found.later == []
+
+
+# -- ranks that cannot go on -----------------------------------------------------------------------
+
+ends = partial(astray, group="ends", fresh=True)
+
+
+@ends("state differs between ranks .*rank 0: loaded 0 times; rank 1: loaded 0 times, and cleared", on=[1], **WITH_STATE)
+def clears_state(own: Trainee) -> None:
+    own.optimizers[0].state.clear()
+
+
+@ends("state differs between ranks .*rank 0: loaded 0 times; rank 1: loaded 1 times", when="trained", **WITH_STATE)
+def loads_state(own: Trainee) -> None:
+    states = [o.state_dict() for o in own.optimizers]
+    if own.rank == 1:
+        own.optimizers[1].load_state_dict(states[1])
+
+
+@ends("rank 1: CanzonaError: an exception interrupted a backward pass", when="trained", last=True)
+def fails_in_backward(own: Trainee) -> None:
+    """After it has begun to reduce; the user catches it and skips the batch."""
+    hook = own.model.embed.register_full_backward_hook(fail) if own.rank == 1 else None
+    with contextlib.suppress(ValueError):
+        own.backward(1)
+    if hook is not None:
+        hook.remove()
+    own.step()
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@ends("KeyboardInterrupt", last=True)
+def is_interrupted(own: Trainee) -> None:
+    """While it waits for a reduction."""
+    waiting = own.handle.zero1.reduction.waiter
+    with mock.patch.object(waiting, "wait", interrupt) if own.rank == 1 else contextlib.nullcontext():
+        own.handle.clip_grad_norm_(1.0)
+
+
+@ends("KeyboardInterrupt|an exception interrupted a backward pass", when="trained", last=True)
+def is_interrupted_in_backward(own: Trainee) -> None:
+    hook = own.model.embed.weight.register_hook(interrupt) if own.rank == 1 else None
+    try:
+        own.backward(1)
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@ends("out of memory", on=[1])
+def has_a_step_that_fails(own: Trainee) -> None:
+    """Of the optimizer's own code, in its middle."""
+    own.optimizers[0].canzona.session.driver._step_locally = fail
+
+
+@pytest.mark.parametrize("way", MISTAKES.names("ends"))
+def test_both_ranks_raise_and_refuse_to_go_on(way: str) -> None:
+    for found in MISTAKES.check(way):
+        assert len([text for text in found.later if text.startswith("going on")]) == 2, found.later
+        assert way == "has_a_step_that_fails" or not [text for text in found.later if text.startswith("apart")]

@@ -14,9 +14,9 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
 from tests.data_parallel.models import different, different_state
-from tests.data_parallel.runs import said_of
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed
+from tests.harness.mistakes import attempt
 from tests.harness.optimizers import shared_captures
 from tests.harness.ranks import run
 
@@ -95,7 +95,7 @@ def alone(make: str, gather: str) -> tuple[str, list[str]]:
     before = copy.deepcopy(list(model.parameters()))
     if dist.get_rank() == 1:
         found[0].state.pop(model[0].weight)
-    said = said_of(lambda: train(model, found, 2))
+    said = attempt(lambda: train(model, found, 2)).said
     pairs = zip(model.named_parameters(), before, strict=True)
     return said, [name for (name, one), two in pairs if not torch.equal(one, two)]
 
@@ -106,7 +106,7 @@ def refused(make: str, gather: str) -> dict[str, str]:
     said = {}
     for step, (what, (at, change)) in enumerate(reversed(REFUSED.items())):
         train(model, found, step)
-        said[what] = said_of(lambda: (change(found[min(at, len(found) - 1)], model), train(model, found, 9)))  # noqa: B023
+        said[what] = attempt(lambda: (change(found[min(at, len(found) - 1)], model), train(model, found, 9))).said  # noqa: B023
     return said
 
 

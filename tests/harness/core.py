@@ -37,7 +37,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "tests/data_parallel/test_checkpoints.py",
         "tests/data_parallel/test_phases.py",
     ),
-    "a step that goes wrong": ("tests/session/test_disagreement.py", "tests/session/test_odd_input.py"),
+    "a step that goes wrong": ("tests/session/test_ranks_that_differ.py", "tests/session/test_odd_input.py"),
     "steps, variants and programs": (
         "tests/session/test_program_cache.py",
         "tests/session/test_step_driver.py",

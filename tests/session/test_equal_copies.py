@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,66 +16,37 @@ import canzona_compile
 from canzona_compile.errors import RankMismatch
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed
+from tests.harness.mistakes import Mistakes
 from tests.harness.optimizers import shared_captures
 from tests.harness.ranks import run
-from tests.harness.trainer import Outcome, Trainer, check, ready
+from tests.harness.trainer import Trainer, ready
 
 CASES = [Case("ddp", (2,)), Case("hsdp", (2, 2)), Case("tp_ddp", (2, 2)), Case("replicated", (2,))]
-Edit = Callable[[Trainer], None]
+# The last rank differs in the first step; then it does not, and all go on as if nothing had been.
+MISTAKES = Mistakes(__name__, driver=Trainer, after=ready(), when="fed", on=[-1], errors={"RankMismatch"})
+other = partial(MISTAKES, "replicate= needs identical copies", options={"good": 0}, goes_on=True)
 
 
-def other_parameter(trainer: Trainer) -> None:
-    with torch.no_grad():
-        local(trainer.params[1]).add_(0.5)
-
-
+@other("the parameter differs", "second")
 def permuted_rows(trainer: Trainer) -> None:
-    with torch.no_grad():
-        own = local(trainer.params[1])
-        own.copy_(own.roll(1, 0))
+    own = local(trainer.params[1])
+    own.copy_(own.roll(1, 0))
 
 
+@other("the gradient differs", "third")
 def other_gradient(trainer: Trainer) -> None:
-    grad = trainer.params[2].grad
-    assert grad is not None
-    local(grad).add_(0.5)
+    local(trainer.params[2].grad).add_(0.5)  # type: ignore[arg-type]
 
 
-def differs(case: Case, edit: Edit) -> Outcome:
-    """The last rank differs in the first step; then it does not, and all go on as if nothing had been."""
-    trainer = Trainer(case)
-    trainer.feed()
-    kept = [local(param).clone() for param in trainer.params]
-    if dist.get_rank() == case.world - 1:
-        edit(trainer)
-    outcome = trainer.last_step()
-    with torch.no_grad():
-        for param, value in zip(trainer.params, kept, strict=True):
-            local(param).copy_(value)
-    trainer.share()
-    trainer.take()
-    trainer.go(2)
-    trainer.check()
-    return outcome
-
-
-DIFFERENCES = [
-    (permuted_rows, "the parameter", "second"),
-    (other_gradient, "the gradient", "third"),
-    (other_parameter, "the parameter", "second"),
-]
+@other("the parameter differs", "second")
+def other_parameter(trainer: Trainer) -> None:
+    local(trainer.params[1]).add_(0.5)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("case", "difference"),
-    crossed(CASES, DIFFERENCES, most=2),
-    ids=lambda v: str(v) if isinstance(v, Case) else v[0].__name__,
-)
-def test_one_copy_differs(case: Case, difference: tuple[Edit, str, str]) -> None:
-    edit, what, name = difference
-    found = run(case.world, differs, case, edit, after=ready())
-    check(found, {"RankMismatch"}, f"{what} differs", name, "replicate= needs identical copies")
+@pytest.mark.parametrize(("name", "case"), crossed(MISTAKES.names(), CASES, most=2), ids=str)
+def test_one_copy_differs(name: str, case: Case) -> None:
+    assert [found.later for found in MISTAKES.check(name, case)] == [[]] * case.world
 
 
 def experts_among_copies(equal: bool) -> str:

@@ -1,4 +1,4 @@
-"""After good steps one rank differs, or fails: every rank hears of it within a step, with nothing updated, or follows.
+"""One rank differs: every rank hears of it within a step, with nothing updated, or all follow.
 
 After an error ranks go on only if none of them has begun the step: else data of two steps would mix.
 """
@@ -6,180 +6,358 @@ After an error ranks go on only if none of them has begun the step: else data of
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
+import canzona_compile
+from canzona_compile.ir.pipeline import PassRecord
+from canzona_compile.kernels import tensor_args, tuning_cache
+from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from canzona_compile.runtime import channel
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.layouts import Case, local
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, full, only
+from tests.harness.mistakes import Mistakes
 from tests.harness.pairs import params_of
-from tests.harness.ranks import Died, run
-from tests.harness.trainer import ALIKE, Outcome, Trainer, check, ready
+from tests.harness.ranks import run
+from tests.harness.trainer import ALIKE, NAMES, Trainer, ready
 
-CASES = [Case("fsdp", (3,)), Case("ddp", (2,))]
-Edit = Callable[[Trainer], None]
-
-
-def set_hyper(trainer: Trainer, name: str, value: Any) -> None:
-    trainer.optimizer.param_groups[0][name] = value
-
-
-def tensor_rate(trainer: Trainer) -> None:
-    trainer.optimizer.param_groups[0]["lr"] = torch.tensor(0.3)
+FSDP, DDP, HSDP = Case("fsdp", (3,)), Case("ddp", (2,)), Case("hsdp", (2, 2))
+TWO_LAYOUTS, TWO_MESHES = [Case("fsdp", (4,)), HSDP], [Case("tp_alone", (2, 2)), Case("fsdp", (4,))]
+GRADIENT_ERRORS = {"InvalidGradient", "RankMismatch"}
+MISTAKES = Mistakes(__name__, driver=Trainer, after=ready(), when="fed", on=[1], errors={"RankMismatch"})
+pytestmark = pytest.mark.ranks
 
 
-def clear_state(trainer: Trainer) -> None:
-    trainer.optimizer.state.clear()
+def named(value: Any) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def set_hypers(trainer: Trainer, **hypers: Any) -> None:
+    trainer.optimizer.param_groups[0].update(hypers)
+
+
+def keep(trainer: Trainer, places: Sequence[int]) -> None:
+    """Let the optimizer have these parameters alone, in this order."""
+    group = trainer.optimizer.param_groups[0]
+    for key in ("params", "param_names"):
+        group[key] = [group[key][i] for i in places]
+
+
+# -- other plans -----------------------------------------------------------------------------------
+
+at_first = partial(MISTAKES, "difference", "rank 1", group="plans", options={"good": 0}, fresh=True)
+at_first("capacity 4096", name="capacity", odd={"capacity": 4096})()
+at_first("depth 3", name="depth", odd={"depth": 3})()
+at_first("micro_groups 5", name="micro-groups", odd={"micro_groups": 5})()
+at_first("replicated", name="strategy", odd={"strategy": "replicated"})()
+at_first("fast", name="numerics", odd={"numerics": "fast"})()
+at_first("12x36", "36x12", name="shapes", odd={"shapes": ((48, 24), (24, 60), (36, 12), (48, 24))})()
+at_first("first", "second", name="order")(partial(keep, places=[1, 0, 2, 3]))
+at_first("first", "fourth", name="ends")(partial(keep, places=[3, 1, 2, 0]))
+at_first("fourth", name="number")(partial(keep, places=[0, 1, 2]))
+at_first(name="nesterov")(partial(set_hypers, nesterov=False))
+at_first(name="adjust_lr_fn")(partial(set_hypers, adjust_lr_fn="match_rms_adamw"))
+at_first(name="ns_steps")(partial(set_hypers, ns_steps=3))
+# One difference of each kind: of an option, of a hyperparameter, of order, number and shapes of parameters.
+FAST = [("capacity", FSDP), ("strategy", DDP), ("nesterov", DDP), ("ends", FSDP), ("shapes", FSDP), ("ns_steps", FSDP)]
+
+
+@pytest.mark.parametrize(("name", "case"), only(FAST, MISTAKES.names("plans"), [FSDP, DDP]), ids=named)
+def test_ranks_that_made_other_plans(name: str, case: Case) -> None:
+    """The first difference, before the first collective."""
+    MISTAKES.check(name, case)
+
+
+@at_first("tuned", "m=1024", group="", cases=[Case("fsdp", (2,))], on=[])
+def tune_on_one_rank(_: Trainer) -> None:
+    """GPUs of one kind, where one rank's cache folder holds a verdict of the tuner."""
+    machine = tuning_cache.GpuKind(90, "H200", 132)
+    mock.patch.object(tensor_args, "machine", return_value=machine).start()
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    if dist.get_rank() == 1:
+        problem = Problem("sym_gemm", 1, 1024, 4096, torch.bfloat16, torch.bfloat16, 16)
+        tuning_cache.store(machine, problem, CANDIDATES["sym_gemm", 90][0], {})
+
+
+def test_kernels_that_were_tuned_on_one_rank_only() -> None:
+    """Matrices that every rank computes would come out different, and nobody would hear of it."""
+    MISTAKES.check("tune_on_one_rank")
+
+
+# -- later -----------------------------------------------------------------------------------------
+
+later = partial(MISTAKES, group="later", options={"good": 3})
+later("lr=0.5", "lr=0.02", name="lr")(partial(set_hypers, lr=0.5))
+later("weight_decay=0.7", name="weight_decay")(partial(set_hypers, weight_decay=0.7))
+later("note", name="a note")(partial(set_hypers, note="more"))
+later(name="a tensor", errors=GRADIENT_ERRORS)(lambda trainer: set_hypers(trainer, lr=torch.tensor(0.3)))
+later(r"measure\(\) has measured 0 of 5 steps", name="measure")(lambda trainer: trainer.optimizer.canzona.measure())
+later("rank 0: no change", "the state of first", name="state")(lambda trainer: trainer.optimizer.state.clear())
+
+
+@later("second", "replaced or removed", name="a leaf", errors={"RankMismatch", "CanzonaError"})
 def replace_leaf(trainer: Trainer) -> None:
-    state = trainer.optimizer.state[trainer.params[1]]
-    state["momentum_buffer"] = torch.zeros(24, 60)
+    trainer.optimizer.state[trainer.params[1]]["momentum_buffer"] = torch.zeros(24, 60)
 
 
-def measured(trainer: Trainer) -> None:
-    trainer.optimizer.canzona.measure()
-
-
+@later("third", "float64", name="a gradient", errors=GRADIENT_ERRORS)
 def wrong_gradient(trainer: Trainer) -> None:
-    trainer.params[2].grad = None
     param = trainer.params[2]
     zeros = torch.zeros_like(local(param), dtype=torch.float64)
     if isinstance(param, DTensor):
         zeros = DTensor.from_local(zeros, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
-    param.grad_dtype = torch.float64
+    param.grad, param.grad_dtype = None, torch.float64
     param.grad = zeros
 
 
-# -- one rank alone --------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "case"), crossed(MISTAKES.names("later"), [FSDP, DDP]), ids=named)
+def test_one_rank_differs(name: str, case: Case) -> None:
+    MISTAKES.check(name, case)
 
 
-def differs(case: Case, edit: Edit) -> Outcome:
-    trainer = Trainer(case)
-    trainer.go(3)
-    trainer.feed()
-    if dist.get_rank() == 1:
-        edit(trainer)
-    return trainer.last_step()
-
-
-DIFFERENCES = [
-    (partial(set_hyper, name="lr", value=0.5), {"RankMismatch"}, ("lr=0.5", "lr=0.02")),
-    (partial(set_hyper, name="weight_decay", value=0.7), {"RankMismatch"}, ("weight_decay=0.7",)),
-    (partial(set_hyper, name="note", value="more"), {"RankMismatch"}, ("note",)),
-    (measured, {"RankMismatch"}, ("measure() has measured 0 of 5 steps",)),
-    (tensor_rate, {"RankMismatch", "InvalidGradient"}, ()),
-    (clear_state, {"RankMismatch"}, ("rank 0: no change", "the state of first")),
-    (replace_leaf, {"RankMismatch", "CanzonaError"}, ("second", "replaced or removed")),
-    (wrong_gradient, {"RankMismatch", "InvalidGradient"}, ("third", "float64")),
-]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("case", "difference"),
-    crossed(CASES, DIFFERENCES),
-    ids=lambda v: str(v) if isinstance(v, Case) else getattr(v[0], "__name__", "hyper"),
-)
-def test_one_rank_differs(case: Case, difference: tuple[Edit, set[str], tuple[str, ...]]) -> None:
-    edit, errors, words = difference
-    check(run(case.world, differs, case, edit, after=ready()), errors, *words)
-
-
-def die(trainer: Trainer) -> None:
-    os._exit(7)
-
-
-def differs_by_rows_and_columns(case: Case, edit: Edit) -> Outcome:
-    """Four ranks that announce as many do, in a pool of their own."""
+def of_many(case: Case, **options: Any) -> Trainer:
+    """Ranks that announce as many do, by rows and columns, in a pool of their own."""
     channel.MANY = case.world
-    return differs(case, edit)
+    return Trainer(case, **options)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("difference", [DIFFERENCES[0], DIFFERENCES[-1]])
-def test_one_of_many_ranks_differs(difference: tuple[Edit, set[str], tuple[str, ...]]) -> None:
-    edit, errors, words = difference
-    check(run(4, differs_by_rows_and_columns, Case("fsdp", (4,)), edit, fresh=True, after=ready()), errors, *words)
+many = partial(later, group="many", driver=of_many, fresh=True)
+many("lr=0.5", "lr=0.02", name="lr of many")(partial(set_hypers, lr=0.5))
+many("third", "float64", name="gradient of many", errors=GRADIENT_ERRORS)(wrong_gradient)
+many("no answer from rank 1", name="dies", errors={"CanzonaError", "RankMismatch"}, dying=[1])(lambda _: os._exit(7))
 
 
-@pytest.mark.ranks
-def test_one_of_many_ranks_dies() -> None:
-    found = run(4, differs_by_rows_and_columns, Case("fsdp", (4,)), die, dying=[1], after=ready())
-    assert found.pop(1) == Died(7)
-    check(found, {"CanzonaError", "RankMismatch"}, "no answer from rank 1")
+@pytest.mark.parametrize("name", MISTAKES.names("many"))
+def test_one_of_many_ranks_differs_or_dies(name: str) -> None:
+    MISTAKES.check(name, Case("fsdp", (4,)))
 
 
-def unsummed_gradient(case: Case) -> Outcome:
-    trainer = Trainer(case)
-    trainer.go(3)
-    trainer.feed()
+# -- afterwards ------------------------------------------------------------------------------------
+
+
+class Stubborn(Trainer):
+    """What is wrong stays so for another step."""
+
+    def go_on(self) -> list[str]:
+        again = self.last_step()
+        return [*([] if again.error else ["a step"]), *again.changed, *super().go_on()]
+
+
+class Renewed(Trainer):
+    """Ranks go on with new optimizers."""
+
+    def go_on(self) -> list[str]:
+        trainer = Trainer(Case("fsdp", (2,)), shapes=ALIKE)
+        trainer.go(2)
+        return trainer.different()
+
+
+# Several causes are errors of our own on the rank that has them.
+mended = partial(
+    MISTAKES,
+    group="mended",
+    cases=[Case("fsdp", (2,))],
+    options={"shapes": ALIKE},
+    errors={*GRADIENT_ERRORS, "UnsupportedOptimizer", "CanzonaError"},
+    goes_on=True,
+    fresh=True,
+)
+for number, layout in enumerate((FSDP, DDP)):
+    mended(name=f"gradient {number}", cases=[layout], errors=GRADIENT_ERRORS, fresh=False)(wrong_gradient)
+for rate in (0.5, -1.0, "not a number"):
+    mended(name=f"lr={rate}", driver=Stubborn)(partial(set_hypers, lr=rate))
+
+
+@mended("different calls", driver=Renewed, options={"good": 0}, errors={"RankMismatch"})
+def of_another_class(trainer: Trainer) -> None:
+    trainer.optimizer = canzona_compile.wrap(torch.optim.SGD(trainer.params, momentum=0.9))
+
+
+@pytest.mark.parametrize("name", MISTAKES.names("mended"))
+def test_training_goes_on_once_the_cause_is_gone(name: str) -> None:
+    """And not before: the step that plans anew compares numbers, too."""
+    for found in MISTAKES.check(name):
+        assert found.later == []
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+gradients = partial(MISTAKES, errors=GRADIENT_ERRORS, fresh=True)
+fine = partial(MISTAKES, errors={""})  # nothing is raised
+
+
+def skip(trainer: Trainer, place: int = 1, late: float = 0.0) -> None:
+    """Leave out a gradient, and come late to the step."""
+    trainer.params[place].grad = None
+    time.sleep(late)
+
+
+def give(trainer: Trainer, make: Callable[[Tensor], Tensor]) -> None:
+    """Give the second parameter a gradient that is none."""
+    param = trainer.params[1]
+    param.grad, param.grad_dtype = None, None
+    param.grad = make(param)
+
+
+def whole(param: Tensor) -> Tensor:
+    """A gradient that was not reduced to this rank's fragment."""
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(torch.ones(param.shape), param.device_mesh, [Replicate()])
+
+
+BAD: dict[str, tuple[list[Case], Callable[[Tensor], Tensor], str]] = {
+    "sparse": ([Case("ddp", (3,))], lambda param: torch.eye(*param.shape).to_sparse(), "sparse"),
+    "dtype": ([Case("ddp", (3,))], lambda param: torch.zeros(param.shape, dtype=torch.float64), ""),
+    "layout": (TWO_LAYOUTS, whole, "Replicate"),
+    "layout on one mesh": (TWO_MESHES, whole, "Replicate"),
+}
+for good in (2, 0):
+    options = {"strategy": "owner", "good": good}
+    gradients("second", "gradient", name=f"missing after {good}", options=options)(skip)
+    for kind, (cases, make, says) in BAD.items():
+        gradients("second", says, name=f"{kind} after {good}", cases=cases, options=options)(partial(give, make=make))
+for late in (0.0, 1.5):
+    options = {"strategy": "replicated"}
+    gradients("second", "gradient", name=f"missing, {late} late", options=options)(partial(skip, late=late))
+gradients("second", "third", name="different ones", on=[])(lambda own: skip(own, place=1 if dist.get_rank() else 2))
+fine(name="of one rank", options={"strategy": "auto"})(partial(skip, place=0))
+fine(name="as zeros", options={"missing_grads": "zero", "strategy": "owner"})(skip)
+LAYOUTS = [[Case("fsdp", (3,))], [Case("ddp", (3,))], [HSDP], TWO_LAYOUTS, TWO_MESHES]
+
+
+@pytest.mark.parametrize(("cases", "good"), only([(LAYOUTS[0], 2), (TWO_MESHES, 2)], LAYOUTS, [2, 0]), ids=named)
+def test_gradient_missing_on_one_rank(cases: list[Case], good: int) -> None:
+    MISTAKES.check(f"missing after {good}", *cases)
+
+
+@pytest.mark.parametrize(
+    ("cases", "late"),
+    [*only([(LAYOUTS[1], 1.5)], LAYOUTS[:3], [0.0, 1.5]), *(full(TWO_LAYOUTS, late) for late in (0.0, 1.5))],
+    ids=named,
+)
+def test_gradient_missing_where_every_rank_computes_everything(cases: list[Case], late: float) -> None:
+    """Under DDP such a step moves no tensor at all; still no rank may update alone."""
+    MISTAKES.check(f"missing, {late} late", *cases)
+
+
+@pytest.mark.parametrize("others", [[], [Case("fsdp", (2,))]], ids=["alone", "beside fsdp"])
+def test_gradient_of_a_tensor_of_one_rank(others: list[Case]) -> None:
+    """What belongs to one rank alone concerns no other: rank 1 skips the parameter, rank 0 does not."""
+    kept, skipped = MISTAKES.check("of one rank", Case("plain", (2,)), *others)
+    everything = sorted(f"{what}{name}" for what in ("", "momentum_buffer of ") for name in NAMES)
+    assert kept.changed == everything
+    assert skipped.changed == [name for name in everything if "first" not in name]
+
+
+@pytest.mark.parametrize("cases", LAYOUTS[:2], ids=named)
+def test_gradient_missing_on_one_rank_counts_as_zeros(cases: list[Case]) -> None:
+    """The fragments of that rank have no gradient; all ranks take the step."""
+    for outcome in MISTAKES.check("as zeros", *cases):
+        assert {"first", "third", "fourth"} <= set(outcome.changed)
+
+
+def test_different_gradients_missing() -> None:
+    """Ranks that all see a change, but not the same one."""
+    MISTAKES.check("different ones", FSDP)
+
+
+@pytest.mark.parametrize(("kind", "good"), crossed(list(BAD), [2, 0], most=2))
+def test_bad_gradient_on_one_rank(kind: str, good: int) -> None:
+    MISTAKES.check(f"{kind} after {good}")
+
+
+@later("third", "Partial", group="partial", cases=[Case("hsdp", (2, 1))], on=[], errors={"InvalidGradient"})
+def unsummed_gradient(trainer: Trainer) -> None:
     param: Any = trainer.params[2]
     placements = [Partial() if p.is_replicate() else p for p in param.placements]
     param.grad = DTensor.from_local(
         local(param.grad), param.device_mesh, placements, shape=param.shape, stride=param.stride()
     )
-    return trainer.last_step()
 
 
-@pytest.mark.ranks
 def test_gradients_that_become_partial_are_refused() -> None:
     """Their fragments have the shapes that the plan was made for, and other values than the plan takes them for."""
-    case = Case("hsdp", (2, 1))
-    check(run(case.world, unsummed_gradient, case, after=ready()), {"InvalidGradient"}, "third", "Partial")
+    MISTAKES.check("unsummed_gradient")
 
 
 class Callback:
     """An object whose `repr` tells its address."""
 
 
-def holds_an_object(case: Case) -> str:
-    trainer = Trainer(case)
-    trainer.go(2)
-    # Objects that stay alive, so that the same line makes one at another address on every rank.
+@fine(cases=[Case("fsdp", (2,))], on=[])
+def holds_an_object(trainer: Trainer) -> None:
+    """Objects that stay alive meanwhile, so that the same line makes one at another address on every rank."""
     others = [Callback() for _ in range(100 * dist.get_rank())]
-    set_hyper(trainer, "callback", Callback())
+    set_hypers(trainer, callback=Callback())
     assert len(others) == 100 * dist.get_rank()
-    return trainer.last_step().error
 
 
-@pytest.mark.ranks
 def test_addresses_of_objects_do_not_differ() -> None:
     """Ranks are processes of their own: what a group holds beside numbers lies elsewhere in each."""
-    case = Case("fsdp", (2,))
-    assert run(case.world, holds_an_object, case, after=ready()) == ["", ""]
+    MISTAKES.check("holds_an_object")
 
 
-def goes_on(case: Case, edit: Edit) -> str:
-    """One rank has a wrong gradient once; all catch the error and go on."""
-    trainer = Trainer(case, shapes=ALIKE)
-    trainer.go(2)
-    trainer.feed()
+@fine(cases=[Case("fsdp", (2,))], on=[], fresh=True)
+def lack_one_and_wait(trainer: Trainer) -> None:
+    """All ranks lack a gradient, and rank 1 starts its collectives seconds later."""
+    trainer.params[1].grad = None
+    original = dist.all_to_all_single
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(2.5)
+        return original(*args, **kwargs)
+
     if dist.get_rank() == 1:
-        edit(trainer)
-    error = trainer.last_step().error
-    for param in trainer.params:
-        param.grad = None
-        param.grad_dtype = param.dtype
-    trainer.share()
-    trainer.take()
-    trainer.go(2)
-    trainer.check()
-    return error
+        dist.all_to_all_single = late
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_after_a_refused_gradient_all_go_on(case: Case) -> None:
-    assert {*run(case.world, goes_on, case, wrong_gradient, after=ready())} <= {"RankMismatch", "InvalidGradient"}
+def test_waiting_long_after_an_agreed_change() -> None:
+    """Who waits listens for calls, but the call that led to the agreement is none to fail for."""
+    for outcome in MISTAKES.check("lack_one_and_wait"):
+        assert [name for name in NAMES if name not in outcome.changed] == ["second"]
+
+
+# -- a program -------------------------------------------------------------------------------------
+
+SAYS = {0: "failed on rank 1: ValueError: the disk is full", 1: "the disk is full"}
+
+
+def observe(trainer: Trainer) -> None:
+    """Raise when the program of the first step was emitted, before ranks connect."""
+
+    def fail(record: PassRecord) -> None:
+        if record.name == "emit":
+            raise ValueError("the disk is full")
+
+    trainer.optimizer.canzona.session.observers.append(fail)
+
+
+for strategy in ("owner", "replicated"):
+    MISTAKES(
+        name=f"observer, {strategy}",
+        group="observers",
+        says=SAYS,
+        cases=[Case("fsdp", (2,))],
+        options={"good": 0, "strategy": strategy},
+        errors={"RankMismatch", "ValueError"},
+    )(observe)
+
+
+@pytest.mark.parametrize("name", MISTAKES.names("observers"))
+def test_a_rank_fails_while_it_makes_the_program(name: str) -> None:
+    MISTAKES.check(name)
 
 
 # -- all ranks alike -------------------------------------------------------------------------------
@@ -219,9 +397,8 @@ def follows(case: Case, edit: Callable[[Optimizer], None]) -> None:
     trainer.check()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("edit", [replace_memory, clear, delete_one, pop_one, halve_one])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [FSDP, DDP], ids=str)
 def test_all_ranks_change_alike(case: Case, edit: Callable[[Optimizer], None]) -> None:
     run(case.world, follows, case, edit, after=ready())
 
@@ -253,11 +430,9 @@ def interrupted(case: Case, error: type[BaseException]) -> list[str]:
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_step_that_ends_on_its_way_is_the_last(error: type[BaseException]) -> None:
-    case = CASES[0]
-    found = run(case.world, interrupted, case, error, fresh=True, after=ready())
+    found = run(FSDP.world, interrupted, FSDP, error, fresh=True, after=ready())
     told = "\ncanzona_compile: this was raised by the step of rank 1" if error is ValueError else ""
     assert found[1][0] == f"stopped{told}"
     assert "failed midway" in found[1][1]
