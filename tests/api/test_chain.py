@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from tests.harness.chains import SHAPES, Hand, both, chained, either, everything, steps
+from tests.harness.mistakes import refused
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import parameters, params_of, same_bits
 
@@ -81,10 +82,8 @@ def test_a_list_of_groups_cannot_grow_unnoticed() -> None:
     ]
     before = list(made.param_groups)
     for change in changes:
-        with pytest.raises(CanzonaError, match="of its optimizers") as error:
+        with refused("of its optimizers", at="chain.param_groups", hint=r"chain.add_param_group\(group, to=...\)"):
             change(made.param_groups)
-        assert error.value.at == "chain.param_groups"
-        assert "chain.add_param_group(group, to=...)" in str(error.value.hint)
         assert [*map(id, made.param_groups)] == [*map(id, before)]
     for taken in (copy.copy(made.param_groups), copy.deepcopy(made.param_groups)):
         taken.append({"params": []})
@@ -128,9 +127,8 @@ def test_a_group_is_added_to_one_of_its_optimizers(name: str, wrapped: bool) -> 
     hand.optimizers[0].add_param_group({"params": parameters([(8, 4)], seed=7)})
     hand.optimizers[-1].add_param_group({"params": parameters([(8, 4)], seed=8)})
     steps(made, range(2, 4), hand)
-    with pytest.raises(CanzonaError) as error:
+    with refused(hint="0 is Muon"):
         made.add_param_group({"params": parameters([(2, 2)])})
-    assert "0 is Muon" in (error.value.hint or "")
     with pytest.raises(CanzonaError):
         made.add_param_group({"params": params_of(made.optimizers[0])}, to=1)
 

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Muon
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from tests.harness.chains import Hand, both, chained, either, steps
+from tests.harness.mistakes import refused
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import parameters, params_of, same_bits
 
@@ -56,9 +57,8 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_loaded(wrapped
     steps(made, range(2), hand)
     saved = made.state_dict()
     for groups in (saved["param_groups"][:-1], [{**g, "params": g["params"] * 2} for g in saved["param_groups"]]):
-        with pytest.raises(CanzonaError) as error:
+        with refused(at="chain.load_state_dict"):
             made.load_state_dict({**saved, "param_groups": groups})
-        assert error.value.at == "chain.load_state_dict"
     stray = {**saved, "state": {**saved["state"], 99: {}}}
     with pytest.raises(CanzonaError, match="99"):
         made.load_state_dict(stray)
@@ -69,9 +69,8 @@ def test_groups_of_another_order_are_refused_and_nothing_is_loaded() -> None:
     params = parameters(((6, 4), (5, 4)))
     there = chain(AdamW(params[:1], lr=0.1), Muon(params[1:], lr=0.1))
     here = chain(Muon(params[1:], lr=0.2), AdamW(params[:1], lr=0.2))
-    with pytest.raises(CanzonaError) as error:
+    with refused(at="chain.load_state_dict"):
         here.load_state_dict(there.state_dict())
-    assert error.value.at == "chain.load_state_dict"
     assert [group["lr"] for group in here.param_groups] == [0.2, 0.2]
     older = here.state_dict()
     del older["param_groups"][1]["maximize"]

@@ -22,8 +22,8 @@ from tests.harness.layouts import mesh_of
 from tests.harness.marks import full, only
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import left_after
+from tests.harness.plain_shards import Rated
 from tests.harness.ranks import run
-from tests.harness.traps.grammar import toy
 
 
 class Tied(Model):
@@ -159,15 +159,11 @@ def train(variation: str, gather: str) -> list[str]:
     return differences
 
 
-# Reads an attribute of its parameters that need not be there.
-Scaled = toy("scaled", update="grad", scale='getattr(param, "lr_mul", 1.0)')()
-
-
 def scaled() -> list[str]:
     """Give a parameter an attribute, change it, and take it away."""
     models = [nn.Linear(8, 8), nn.Linear(8, 8)]
     models[1].load_state_dict(models[0].state_dict())
-    plain, own = (Scaled(model.parameters()) for model in models)
+    plain, own = (Rated(model.parameters()) for model in models)
     mesh = mesh_of((dist.get_world_size(),), ("dp",))
     both = plain, canzona_compile.zero1(models[1], own, mesh=mesh)
     for step in range(4):

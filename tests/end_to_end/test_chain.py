@@ -24,6 +24,7 @@ from tests.data_parallel.models import Model, batch, different, different_state,
 from tests.harness.checkpointing import EVERY
 from tests.harness.layouts import ALONE, Case, local, mesh_of
 from tests.harness.marks import first
+from tests.harness.mistakes import attempt
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
@@ -203,11 +204,8 @@ def other_members() -> str:
     made: Any = canzona_compile.wrap(chain(Muon(params[:1], lr=0.1), *rest), replicate=dist.group.WORLD)
     for param in params:
         param.grad = torch.ones_like(param)
-    try:
-        made.step()
-    except CanzonaError as error:
-        return f"{type(error).__name__}: {error.problem}"
-    return "nothing"
+    found = attempt(made.step)
+    return f"{found.error}: {found.said}"
 
 
 @pytest.mark.ranks
@@ -246,11 +244,7 @@ def wrong_before_the_first_step() -> str:
         param.grad = torch.ones_like(param)
     if dist.get_rank() == 1:
         names[0][1].grad = torch.ones(4, 6).to_sparse()
-    try:
-        made.step()
-    except CanzonaError as error:
-        return f"{error.at}: {error.problem}"
-    return "nothing"
+    return attempt(made.step).said
 
 
 @pytest.mark.ranks

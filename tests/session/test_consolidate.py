@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import canzona_compile
-from canzona_compile.errors import CanzonaError
 from canzona_compile.runtime import meeting
 from examples.optimizers.soap import SOAP
 from tests.harness import marks
 from tests.harness.checkpointing import EVERY, SHAPES
 from tests.harness.layouts import ALONE, Case
+from tests.harness.mistakes import attempt
 from tests.harness.pairs import Pair, unlike
 from tests.harness.ranks import run
 
@@ -60,14 +60,10 @@ def ready(maker: str) -> partial[Any]:
     return partial(steps_alone, maker)
 
 
-def attempt(call: Callable[[], Any], patience: timedelta = meeting.PATIENCE) -> str:
+def said_by(call: Callable[[], Any], patience: timedelta = meeting.PATIENCE) -> str:
     """What the call raises."""
     with mock.patch.object(meeting, "PATIENCE", patience):
-        try:
-            call()
-        except CanzonaError as error:
-            return str(error)
-    return ""
+        return attempt(call).said
 
 
 def keys() -> int:
@@ -86,12 +82,12 @@ def alone_then_all(maker: str, case: Case) -> tuple[list[str], list[bool], int]:
     dist.barrier()
     tries, equal = [], []
     if rank == 0:
-        tries += [attempt(made.wrapped.state_dict, PATIENCE), attempt(made.wrapped.state_dict, PATIENCE)]
+        tries += [said_by(made.wrapped.state_dict, PATIENCE), said_by(made.wrapped.state_dict, PATIENCE)]
     dist.barrier()
     equal.append(made.equal(made.wrapped.state_dict()))  # the third meeting for rank 0, the first for rank 1
     made.go(1)
     if rank == 1:
-        tries.append(attempt(made.wrapped.state_dict, PATIENCE))  # rank 0 waits in the next step meanwhile
+        tries.append(said_by(made.wrapped.state_dict, PATIENCE))  # rank 0 waits in the next step meanwhile
     made.go(2)
     equal.append(made.equal(made.wrapped.state_dict()))
     dist.barrier()
@@ -124,10 +120,10 @@ def consolidated(maker: str, case: Case, to: int) -> tuple[bool, str, list[str]]
         equal = made.equal(made.wrapped.state_dict(), local=True)
         equal = equal and made.equal(made.wrapped.state_dict(), local=True)
     else:
-        refused = attempt(made.wrapped.state_dict)
+        refused = said_by(made.wrapped.state_dict)
         assert made.wrapped.canzona.session._consolidated.state is None
     made.go(1)
-    stale = [attempt(made.wrapped.state_dict, PATIENCE)] if rank == to else []
+    stale = [said_by(made.wrapped.state_dict, PATIENCE)] if rank == to else []
     dist.barrier()
     equal = made.equal(made.wrapped.state_dict()) and equal
     made.go(1)
@@ -163,8 +159,8 @@ def broken(case: Case) -> str:
         session = made.wrapped.canzona.session
         with pytest.raises(ValueError, match="stopped"), session.telling():
             raise ValueError("stopped")
-        return attempt(made.wrapped.state_dict)
-    return attempt(made.wrapped.state_dict)
+        return said_by(made.wrapped.state_dict)
+    return said_by(made.wrapped.state_dict)
 
 
 @pytest.mark.ranks
@@ -177,7 +173,7 @@ def other_calls(case: Case) -> list[str]:
     made = Run("muon", case)
     made.go(2)
     to = dist.get_rank()
-    said = [attempt(lambda: made.wrapped.canzona.consolidate(to=to))]
+    said = [said_by(lambda: made.wrapped.canzona.consolidate(to=to))]
     made.go(1)
     return [*said, str(made.equal(made.wrapped.state_dict()))]
 
@@ -210,7 +206,7 @@ def zero1_alone() -> tuple[list[str], bool]:
         model(torch.ones(3, 6)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    said = [attempt(optimizer.state_dict, PATIENCE)] if dist.get_rank() == 0 else []
+    said = [said_by(optimizer.state_dict, PATIENCE)] if dist.get_rank() == 0 else []
     dist.barrier()
     whole = optimizer.state_dict()
     optimizer.canzona.consolidate()  # type: ignore[attr-defined]

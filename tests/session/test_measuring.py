@@ -31,6 +31,7 @@ from tests.data_parallel.runs import set_up, step_alone
 from tests.data_parallel.runs import train as train_zero1
 from tests.harness.layouts import Case
 from tests.harness.marks import full
+from tests.harness.mistakes import attempt
 from tests.harness.optimizers import Shared, muon
 from tests.harness.pairs import feed, parameters
 from tests.harness.ranks import Died, run
@@ -254,11 +255,7 @@ def zero1_on_one_rank() -> str:
     if dist.get_rank() == 1:
         handle.measure(3)
     model(batch(2, dist.get_rank())).backward()
-    try:
-        optimizers[0].step()
-    except CanzonaError as error:
-        return str(error)
-    return ""
+    return attempt(optimizers[0].step).said
 
 
 @pytest.mark.ranks

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import canzona_compile
 from canzona_compile.errors import CanzonaError, InvalidGradient
 from tests.harness.layouts import mesh_of
+from tests.harness.mistakes import attempt
 from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
 
@@ -45,13 +46,10 @@ def alone() -> None:
     step(model, muon(model))
 
 
-def raised(work: Callable[[], None]) -> tuple[str, str]:
+def raised(work: Callable[[], object]) -> tuple[str, str]:
     """The class and the text of the error that some work ends with on this rank."""
-    try:
-        work()
-    except CanzonaError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    found = attempt(work)
+    return found.error, found.said
 
 
 # -- parameters that the model no longer has ---------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.optim import Muon
 import canzona_compile
 from canzona_compile import CanzonaError, Split
 from tests.harness.layouts import Case, local
+from tests.harness.mistakes import attempt, refused
 from tests.harness.ranks import run
 from tests.session.test_split import BLOCK, SHAPES, SPLITS, Both, Splits, alone
 
@@ -40,7 +41,7 @@ def test_bad_splits(make: Callable[[], Any], says: str) -> None:
             {"*.kqv": {"q": 32}},
             r"'\*.kqv' matches no parameter; the optimizer has attention.qkv, mlp.gate_up, mlp.down",
         ),
-        ({"*.qkv": {"q": 32}, "attention*": {"q": 32}}, "'*.qkv' and 'attention*' of split= both match"),
+        ({"*.qkv": {"q": 32}, "attention*": {"q": 32}}, r"'\*.qkv' and 'attention\*' of split= both match"),
         (
             {"*.qkv": {"q": 16, "k": 8}},
             r"says q 16 \+ k 8 = 24 entries of dim 0, but the parameter has shape \[32, 16\]",
@@ -52,10 +53,8 @@ def test_bad_for_the_parameters(split: Splits, says: str) -> None:
     both = Both("muon", {}, None)
     both.options["split"] = split
     both.wrapped = both.wrap_one("muon")
-    before = [p.detach().clone() for p in both.laid.params]
-    with pytest.raises(CanzonaError, match=says.replace("'*.qkv' and 'attention*'", r"'\*.qkv' and 'attention\*'")):
+    with refused(says, unchanged=both.laid.params):
         both.go(1)
-    assert all(torch.equal(a, b) for a, b in zip(before, both.laid.params, strict=True))
 
 
 def test_a_model_without_the_parameter() -> None:
@@ -73,18 +72,14 @@ def test_a_step_that_is_refused_leaves_what_users_wrote_meanwhile() -> None:
         optimizer.step()
     with torch.no_grad():
         fused.mul_(2)
-    before = fused.detach().clone()
     optimizer.state[other]["momentum_buffer"] = torch.zeros(8, 4)
-    with pytest.raises(CanzonaError, match="tensors in its state were replaced"):
+    with refused("tensors in its state were replaced", unchanged=[fused]):
         optimizer.step()
-    assert torch.equal(fused, before)
 
 
 def scattered() -> str:
     both = Both("muon", SPLITS["any order"], Case("fsdp", (2,)))
-    with pytest.raises(CanzonaError) as error:
-        both.go(1)
-    return str(error.value)
+    return attempt(lambda: both.go(1)).said
 
 
 @pytest.mark.ranks
@@ -99,7 +94,6 @@ def bad_gradient(what: str) -> str:
     """A gradient that is bad on rank 1 only; what the other rank hears of it."""
     both = Both("muon", BLOCK, Case("fsdp", (2,)), strategy="owner")
     both.go(1)
-    before = [local(p).clone() for p in both.laid.params]
     for i, param in enumerate(both.laid.params):
         param.grad = both.laid.like_param(torch.ones(SHAPES[i]), i)
     if torch.distributed.get_rank() == 1:
@@ -107,9 +101,8 @@ def bad_gradient(what: str) -> str:
         qkv.grad = None
         qkv.grad_dtype = torch.bfloat16 if what == "dtype" else None
         qkv.grad = None if what == "none" else both.laid.like_param(torch.ones(SHAPES[0]).bfloat16(), 0)
-    with pytest.raises(CanzonaError) as error:
+    with refused(unchanged=map(local, both.laid.params)) as error:
         both.wrapped.step()
-    assert all(torch.equal(a, local(p)) for a, p in zip(before, both.laid.params, strict=True))
     return str(error.value)
 
 

@@ -31,6 +31,7 @@ from tests.data_parallel.runs import alone, compare
 from tests.harness.layouts import ALONE, Case, mesh_of
 from tests.harness.layouts import full as full_tensor
 from tests.harness.marks import first, full
+from tests.harness.mistakes import attempt
 from tests.harness.pairs import Pair, different, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import HostReading
@@ -463,11 +464,8 @@ def test_state_that_a_checkpoint_prepares() -> None:
 def disagreeing(name: str) -> str:
     state = "bfloat16" if dist.get_rank() else "cpu"
     pair = Pair(MAKERS[name], SHAPES, Case("fsdp", (2,)), state=state, captures_anew=True)
-    try:
-        pair.go(1)
-    except CanzonaError as error:
-        return type(error).__name__ + str(error)
-    return ""
+    found = attempt(lambda: pair.go(1))
+    return found.error + found.said
 
 
 @pytest.mark.ranks

@@ -9,23 +9,9 @@ import pytest
 import torch
 
 import canzona_compile
-from tests.harness.traps.grammar import toy
+from tests.harness.toys import Refreshing
 
-EVERY = 4
-
-
-# A preconditioner that is renewed on every fourth step.
-Refreshed = toy("refreshed", hypers=f"every={EVERY}")("""
-    if not state:
-        state.update(step=0, left=torch.eye(param.shape[0]))
-    if state["step"] % group["every"] == 0:
-        gram = grad @ grad.T
-        for _ in range(8):
-            gram = gram @ gram / (1 + gram.norm())
-        state["left"].copy_(gram)
-    state["step"] += 1
-    param.add_(state["left"] @ grad, alpha=-group["lr"])
-""")
+EVERY = 3  # steps of the toy
 
 
 def planned(optimizer: Any) -> canzona_compile.OfflinePlan:
@@ -36,7 +22,7 @@ def planned(optimizer: Any) -> canzona_compile.OfflinePlan:
 
 
 def test_the_steps_of_a_period() -> None:
-    made = planned(Refreshed)
+    made = planned(Refreshing)
     period = made.forecast.period
     assert period is not None
     light, heavy = min(period.seconds), max(period.seconds)
