@@ -360,11 +360,13 @@ def asks_for_a_gradient_alone(own: Trainee) -> None:
     own.model.head.weight.grad.full_tensor()
 
 
-@astray(r"measure\(\) has measured 0 of 2 steps", on=[1])
-def measures_alone(own: Trainee) -> None:
+def measure(own: Trainee) -> None:
     own.handle.measure(2)
 
 
+alone = partial(astray, r"measure\(\) has measured 0 of 2 steps", on=[1])
+alone(name="measures alone")(measure)
+alone(name="measures alone before backward", when="trained")(measure)
 another_rate = partial(astray, "rank 0: group 0 of SGD has .*lr=0.1.*rank 1: group 0 of SGD has .*lr=0.25")
 for place in (0, 1):  # before backward
     another_rate(name=f"rate of optimizer {place}", when="trained", on=[1])(

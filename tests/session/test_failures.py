@@ -3,71 +3,112 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.ir.pipeline import PassRecord
 from canzona_compile.replica.raised import failed_on
 from canzona_compile.runtime import channel
 from tests.harness.layouts import Case, local
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, first
+from tests.harness.mistakes import Mistakes
 from tests.harness.pairs import params_of
-from tests.harness.ranks import Died, run
+from tests.harness.ranks import run
 from tests.harness.trainer import Outcome, Trainer, ready
+
+MISTAKES = Mistakes(__name__, driver=Trainer, after=ready(), when="fed")
 
 # -- a rank dies -----------------------------------------------------------------------------------
 
 
-def step_with_a_victim(case: Case, victim: int, call: int) -> Outcome:
-    """In the third step rank `victim` ends at its all-to-all number `call`."""
-    trainer = Trainer(case, strategy="owner")
-    trainer.go(2)
-    groups = len(trainer.optimizer.canzona.report().to_dict()["micro_groups"])
-    assert groups == 1, "with several groups the first ones may be updated"
-    trainer.feed()
-    if dist.get_rank() == victim:
-        original, calls = dist.all_to_all_single, 0
+class Again(Trainer):
+    """Steps once more: a rank may share no collective with the victim until then, and has updated something."""
 
-        def deadly(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            if calls == call:
-                os._exit(7)
-            calls += 1
-            return original(*args, **kwargs)
+    def course(self) -> Iterator[str]:
+        yield from super().course()
+        self.optimizer.step()
 
-        dist.all_to_all_single = deadly
-    outcome = trainer.last_step()
-    if not outcome.error:  # this rank shares no collective after that with the victim, until now
-        outcome = trainer.last_step()
-    return outcome
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+def die(_: Trainer, call: int) -> None:
+    """End at the all-to-all of this number."""
+    original, calls = dist.all_to_all_single, 0
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if calls == call:
+            os._exit(7)
+        calls += 1
+        return original(*args, **kwargs)
+
+    dist.all_to_all_single = deadly
+
+
+DEATHS = [  # who dies, and at which call
+    ("before the gather", Case("fsdp", (3,)), 1, 0),
+    ("before the exchange", Case("hsdp", (2, 2)), 2, 2),
+    ("before the scatter", Case("fsdp", (3,)), 0, 1),
+    ("replicas", Case("ddp", (3,)), 2, 0),
+    ("of 8, before the gather", Case("fsdp", (8,)), 3, 0),
+    ("of 8, before the scatter", Case("fsdp", (8,)), 0, 1),
+    ("of 8, before the exchange", Case("hsdp", (2, 4)), 6, 2),
+    ("of 8, replicas", Case("ddp", (8,)), 7, 0),
+]
+for name, case, victim, call in DEATHS:
+    MISTAKES(
+        f"no answer from rank {victim}",
+        name=name,
+        group="deaths",
+        driver=Again if case.layout == "hsdp" else Trainer,
+        cases=[case],
+        options={"strategy": "owner"},
+        errors={"CanzonaError", "RankMismatch"},
+        on=[victim],
+        dying=[victim],
+    )(partial(die, call=call))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("case", "victim", "call"),
-    [
-        pytest.param(Case("fsdp", (3,)), 1, 0, id="before the gather"),
-        pytest.param(Case("fsdp", (3,)), 0, 1, id="before the scatter", marks=pytest.mark.full),
-        pytest.param(Case("hsdp", (2, 2)), 2, 2, id="before the exchange"),
-        pytest.param(Case("ddp", (3,)), 2, 0, id="replicas", marks=pytest.mark.full),
-        pytest.param(Case("fsdp", (8,)), 3, 0, id="of 8, before the gather", marks=pytest.mark.full),
-        pytest.param(Case("fsdp", (8,)), 0, 1, id="of 8, before the scatter", marks=pytest.mark.full),
-        pytest.param(Case("hsdp", (2, 4)), 6, 2, id="of 8, before the exchange", marks=pytest.mark.full),
-        pytest.param(Case("ddp", (8,)), 7, 0, id="of 8, replicas", marks=pytest.mark.full),
-    ],
-)
-def test_a_rank_dies_in_mid_step(case: Case, victim: int, call: int) -> None:
-    found = run(case.world, step_with_a_victim, case, victim, call, dying=[victim], after=ready())
-    assert found.pop(victim) == Died(7)
-    for outcome in found:
-        assert outcome.ours, f"{outcome.error}: {outcome.said}"
-        assert f"no answer from rank {victim}" in outcome.said
-    if case.layout != "hsdp":
-        assert [outcome.changed for outcome in found] == [[]] * (case.world - 1)
+@pytest.mark.parametrize("name", first(MISTAKES.names("deaths"), 2))
+def test_a_rank_dies_in_mid_step(name: str) -> None:
+    MISTAKES.check(name)
+
+
+def observe(trainer: Trainer) -> None:
+    """Raise when the program of the first step was emitted, before ranks connect."""
+
+    def fail(record: PassRecord) -> None:
+        if record.name == "emit":
+            raise ValueError("the disk is full")
+
+    trainer.optimizer.canzona.session.observers.append(fail)
+
+
+for strategy in ("owner", "replicated"):
+    MISTAKES(
+        name=strategy,
+        says={0: "failed on rank 1: ValueError: the disk is full", 1: "the disk is full"},
+        cases=[Case("fsdp", (2,))],
+        options={"good": 0, "strategy": strategy},
+        errors={"RankMismatch", "ValueError"},
+        on=[1],
+    )(observe)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["owner", "replicated"])
+def test_a_rank_fails_while_it_makes_the_program(strategy: str) -> None:
+    MISTAKES.check(strategy)
 
 
 def step_without(absent: int) -> Outcome | None:

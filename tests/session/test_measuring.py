@@ -26,12 +26,10 @@ from canzona_compile.machine.hardware import RATES, assumed_hardware
 from canzona_compile.runtime import meeting
 from canzona_compile.runtime.timed_program import CLOCK, TimedProgram, turn, turns
 from examples.optimizers.soap import SOAP
-from tests.data_parallel.models import batch
 from tests.data_parallel.runs import set_up, step_alone
 from tests.data_parallel.runs import train as train_zero1
 from tests.harness.layouts import Case
 from tests.harness.marks import full
-from tests.harness.mistakes import attempt
 from tests.harness.optimizers import Shared, muon
 from tests.harness.pairs import feed, parameters
 from tests.harness.ranks import Died, run
@@ -247,21 +245,6 @@ def test_zero1_has_phases_of_its_own() -> None:
     for name in ("reduce", "gather params"):
         assert phases[name]["predicted"] > 0
         assert phases[name]["mean"] > 0
-
-
-def zero1_on_one_rank() -> str:
-    model, optimizers, handle = set_up()
-    train_zero1(model, optimizers, 2)
-    if dist.get_rank() == 1:
-        handle.measure(3)
-    model(batch(2, dist.get_rank())).backward()
-    return attempt(optimizers[0].step).said
-
-
-@pytest.mark.ranks
-def test_zero1_measured_on_one_rank_is_an_error_on_all() -> None:
-    for said in run(2, zero1_on_one_rank, fresh=True, after=partial(step_alone)):
-        assert "measure() has measured 0 of 3 steps" in said
 
 
 # -- a rank that does not come -------------------------------------------------------------------------

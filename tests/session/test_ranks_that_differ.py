@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.ir.pipeline import PassRecord
 from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from canzona_compile.runtime import channel
@@ -327,37 +326,6 @@ def test_waiting_long_after_an_agreed_change() -> None:
     """Who waits listens for calls, but the call that led to the agreement is none to fail for."""
     for outcome in MISTAKES.check("lack_one_and_wait"):
         assert [name for name in NAMES if name not in outcome.changed] == ["second"]
-
-
-# -- a program -------------------------------------------------------------------------------------
-
-SAYS = {0: "failed on rank 1: ValueError: the disk is full", 1: "the disk is full"}
-
-
-def observe(trainer: Trainer) -> None:
-    """Raise when the program of the first step was emitted, before ranks connect."""
-
-    def fail(record: PassRecord) -> None:
-        if record.name == "emit":
-            raise ValueError("the disk is full")
-
-    trainer.optimizer.canzona.session.observers.append(fail)
-
-
-for strategy in ("owner", "replicated"):
-    MISTAKES(
-        name=f"observer, {strategy}",
-        group="observers",
-        says=SAYS,
-        cases=[Case("fsdp", (2,))],
-        options={"good": 0, "strategy": strategy},
-        errors={"RankMismatch", "ValueError"},
-    )(observe)
-
-
-@pytest.mark.parametrize("name", MISTAKES.names("observers"))
-def test_a_rank_fails_while_it_makes_the_program(name: str) -> None:
-    MISTAKES.check(name)
 
 
 # -- all ranks alike -------------------------------------------------------------------------------
