@@ -131,7 +131,7 @@ class Row:
         after: what ranks have behind them, see `run`.
         when: the moment at which it is made; the first one if it is not named.
         on: the ranks that make it, also counted from the last one; all if there are none.
-        errors: the classes that ranks may raise, "" if they may raise nothing; any if there are none.
+        errors: the classes that ranks may raise, "" if they may raise nothing; any one if there are none.
         odd: options of the driver on the ranks that make it.
         options: of the driver on every rank.
         last: whether the course ends with it.
@@ -185,7 +185,7 @@ class Row:
         said = "\n".join([f"{found.error}: {found.said}", *found.later])
         for pattern in (self.says[rank],) if isinstance(self.says, Mapping) else self.says:
             assert re.search(pattern, said, re.DOTALL), said
-        assert not self.errors or found.error in self.errors, found.said
+        assert found.error in self.errors if self.errors else found.error, said
         assert found.changed == [] or not found.error
 
 
@@ -223,14 +223,14 @@ class Mistakes:
 
         Args:
             cases: other layouts than the row's.
-            world: how many ranks, if there are no layouts; one is this process.
+            world: how many ranks, if there are no layouts.
             options: of the driver, beside those of the row.
         """
         row = self.rows[name]
         cases = cases or tuple(row.cases)
         world = cases[0].world if cases else world
         how: Any = {"fresh": row.fresh, "dying": row.dying, "after": row.after}
-        found = run(world, play, self.module, name, *cases, **how, **options) if world > 1 else [row.play(**options)]
+        found = run(world, play, self.module, name, *cases, **how, **options)
         for rank, outcome in enumerate(found):
             if rank not in row.dying:
                 row.check(rank, outcome)

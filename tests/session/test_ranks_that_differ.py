@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 
 import canzona_compile
@@ -210,17 +210,18 @@ def give(trainer: Trainer, make: Callable[[Tensor], Tensor]) -> None:
     param.grad = make(param)
 
 
-def whole(param: Tensor) -> Tensor:
-    """A gradient that was not reduced to this rank's fragment."""
+def summand(param: Tensor) -> Tensor:
+    """A gradient that nobody has added up."""
     assert isinstance(param, DTensor)
-    return DTensor.from_local(torch.ones(param.shape), param.device_mesh, [Replicate()])
+    mesh = param.device_mesh
+    return DTensor.from_local(torch.ones(param.shape), mesh, [Partial()] * mesh.ndim)
 
 
 BAD: dict[str, tuple[list[Case], Callable[[Tensor], Tensor], str]] = {
     "sparse": ([Case("ddp", (3,))], lambda param: torch.eye(*param.shape).to_sparse(), "sparse"),
     "dtype": ([Case("ddp", (3,))], lambda param: torch.zeros(param.shape, dtype=torch.float64), ""),
-    "layout": (TWO_LAYOUTS, whole, "Replicate"),
-    "layout on one mesh": (TWO_MESHES, whole, "Replicate"),
+    "layout": (TWO_LAYOUTS, summand, "Partial"),
+    "layout on one mesh": (TWO_MESHES, summand, "Partial"),
 }
 for good in (2, 0):
     options = {"strategy": "owner", "good": good}
