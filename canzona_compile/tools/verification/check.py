@@ -7,8 +7,6 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from json import dumps
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,38 +16,21 @@ from canzona_compile.compat.telling import shown, tell
 from canzona_compile.ir.options import MissingGrads, Numerics, StrategyOption, WrapOptions, made_options
 from canzona_compile.ir.storage import parse_state
 from canzona_compile.ownership import NAMES
-from canzona_compile.report.page import PageModel
-from canzona_compile.report.printable import Printable
 from canzona_compile.tools.output import check_output, show, write
 from canzona_compile.tools.processes import ProcessCall, run_ranks
 from canzona_compile.tools.verification.as_is import compared
-from canzona_compile.tools.verification.findings import Findings, findings_page, merged, of_both_plans
+from canzona_compile.tools.verification.findings import Verification, merged, of_both_plans
 from canzona_compile.tools.verification.layouts import LayoutName
 from canzona_compile.tools.verification.user_model import Build, CannotVerify, name_of, packed
 from canzona_compile.tools.verification.workers import Order, RankOutcome, run_plain, run_wrapped
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
 # These cannot be given: the layout of `verify` decides `replicate` and leaves no plain fragments; the plain optimizer
 # neither staggers nor splits parameters, so there would be nothing to compare with; and the CPU has no CUDA graphs.
 NOT_GIVEN = {"replicate", "layout", "stagger", "split", "cuda_graphs"}
-HOW = ("eager", "local")  # ways that have a reason, as fields of `Findings`
+HOW = ("eager", "local")  # ways that have a reason, as fields of `Verification`
 OPTIONS = sorted(WrapOptions.__optional_keys__ - NOT_GIVEN)
-
-
-@dataclass(frozen=True, slots=True)
-class Verification(Findings, Printable):
-    """The result of `verify`. Read `.ok`, print it, or save its `to_json()`."""
-
-    text_width = 120
-
-    def to_json(self) -> str:
-        """All fields and `ok` as a JSON object."""
-        return dumps({"schema": SCHEMA, "ok": self.ok, "verdict": self.verdict, **asdict(self)}, indent=1)
-
-    def page(self) -> PageModel:
-        return findings_page(self)
 
 
 def verify(
@@ -142,7 +123,7 @@ def verify(
 
 
 def seen_wrapped(order: Order, ranks: int, limit: float) -> dict[str, Any]:
-    """What is found of the wrapped optimizer, as fields of `Findings`."""
+    """What is found of the wrapped optimizer, as fields of `Verification`."""
     with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
         plain = ProcessCall("plain", run_plain, (order, folder))
         outcomes: list[RankOutcome] = run_ranks(ranks, run_wrapped, (order, folder), limit, beside=[plain])

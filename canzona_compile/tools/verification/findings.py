@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from canzona_compile.errors import some
 from canzona_compile.report.page import Block, PageModel, PageTable, Paragraph, Words, note
+from canzona_compile.report.printable import Printable
 from canzona_compile.report.sections import names_by_reason
 from canzona_compile.report.units import format_dtype, plural
 from canzona_compile.tools.verification.compare import (
@@ -24,6 +26,7 @@ from canzona_compile.tools.verification.layouts import fragments
 from canzona_compile.tools.verification.user_model import PARAMETER, Leaves
 from canzona_compile.tools.verification.verdict import AsIs, VerdictName, verdict_parts
 
+SCHEMA = 1
 ABSENT = object()
 MOST_ROWS = 40  # all leaves that differ are shown, and equal ones up to so many rows
 HEADERS = ("parameter:~", "leaf:~", "shape", "dtype", "ulps:>", "relative:>", "from step:>", "ranks")
@@ -71,8 +74,8 @@ class LeafDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """Everything about one run of `verify`.
+class Verification(Printable):
+    """The result of `verify`: everything about one run. Read `.ok`, print it, or save its `to_json()`.
 
     Attributes:
         compiled: parameters whose update ran as captured graphs, from the second step on.
@@ -84,6 +87,8 @@ class Findings:
         bits: a sentence for each optimizer that batches matrices. Its plain run steps each matrix alone.
         as_is: of an optimizer that is distributed already; None of one that `verify` wraps.
     """
+
+    text_width = 120
 
     build: str
     optimizer: str
@@ -120,6 +125,14 @@ class Findings:
     def differing(self) -> tuple[LeafDifference, ...]:
         """The leaves that are not equal."""
         return tuple(leaf for leaf in self.leaves if not leaf.equal)
+
+    def to_json(self) -> str:
+        """All fields and `ok` as a JSON object."""
+        return json.dumps({"schema": SCHEMA, "ok": self.ok, "verdict": self.verdict, **asdict(self)}, indent=1)
+
+    def page(self) -> PageModel:
+        """Verdict, leaves, and how the parameters were updated."""
+        return PageModel(tuple(findings_parts(self)))
 
 
 class Tally:
@@ -193,12 +206,7 @@ def of_both_plans(planned: Sequence[LeafDifference], owned: Sequence[LeafDiffere
     return merged([tuple(first.values()), tuple(second.values())])
 
 
-def findings_page(findings: Findings) -> PageModel:
-    """Verdict, leaves, and how the parameters were updated."""
-    return PageModel(tuple(findings_parts(findings)))
-
-
-def findings_parts(f: Findings) -> Iterator[Block]:
+def findings_parts(f: Verification) -> Iterator[Block]:
     good = Words(f"{plural(len(f.leaves), 'leaf', 'leaves')}, every bit equal", "bold green")
     bad = Words(f"{len(f.differing)} of {len(f.leaves)} leaves differ", "bold red")
     where = f" on {plural(f.ranks, 'rank')} ({f.layout}) against one device, {plural(f.steps, 'step')}: "
