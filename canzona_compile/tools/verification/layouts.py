@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
@@ -135,21 +135,25 @@ def fragments(found: object, whole: object) -> tuple[object, object]:
     return found.to_local(), cut(whole, found.device_mesh, tuple(found.placements)).to_local()
 
 
-def give(made: Built, layout: LayoutName, grads: Sequence[Tensor | None]) -> None:
-    """Give each parameter its gradient, as a backward pass leaves it.
+def give(
+    params: Mapping[str, Tensor], grads: Mapping[str, Tensor], change: Callable[[Tensor], Tensor] = lambda grad: grad
+) -> None:
+    """Give each parameter the gradient of its name, laid out as the parameter is; None where there is none.
 
     Args:
-        grads: whole gradients, equal on all ranks; None where there is none.
+        grads: whole gradients, equal on all ranks.
     """
-    for param in made.params:
-        param.grad = None
-    found = [(param, grad) for param, grad in zip(made.params, grads, strict=True) if grad is not None]
-    if layout != "zero1":
-        for param, grad in found:
-            param.grad = like(grad, param)
-        return
-    # Ranks average their gradients. The mean of equal ones may round; that of a multiple and zeros does not, if the
-    # number of ranks is a power of two.
+    for name, param in params.items():
+        param.grad = like(change(grads[name]), param) if name in grads else None
+
+
+def give_by_backward(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    """Give plain parameters their gradients by a backward pass, as ZeRO-1 takes them.
+
+    Ranks average their gradients. The mean of equal ones may round; that of a multiple and zeros does not, if the
+    number of ranks is a power of two.
+    """
+    give(params, {})
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
-    shares = [grad * ranks if first else torch.zeros_like(grad).copysign(grad) for _, grad in found]
-    torch.autograd.backward([param for param, _ in found], shares)
+    shares = [grad * ranks if first else torch.zeros_like(grad).copysign(grad) for grad in grads.values()]
+    torch.autograd.backward([params[name] for name in grads], shares)

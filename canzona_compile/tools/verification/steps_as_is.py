@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,10 @@ from canzona_compile.rehearsal.operators import InDouble
 from canzona_compile.tools.traffic import TrafficCounter
 from canzona_compile.tools.verification.compare import brief, distance, norm_apart, wide
 from canzona_compile.tools.verification.findings import LeafDifference, Tally
-from canzona_compile.tools.verification.layouts import LayoutName, fragments, like
+from canzona_compile.tools.verification.layouts import LayoutName, fragments, give
 from canzona_compile.tools.verification.user_model import PARAMETER, Built, CannotVerify, blamed, built, returned
 from canzona_compile.tools.verification.workers import Journal, Order, StepPage, check_same_start, gradients
 
-GRADIENT = "gradient"  # beside a parameter in a page
 MESH_DIMS = {"hsdp": ("replicate", "shard"), "ddp": ("replicate",), "zero1": ("replicate",)}  # others: shard
 Norms = dict[str, float]  # by parameter
 Part = tuple[int, ...]  # which part of a parameter a rank holds: ranks with equal ones hold copies
@@ -76,13 +75,6 @@ def seen_by(mode: TorchDispatchMode) -> Iterator[None]:
         yield
 
 
-def give(params: Mapping[str, Tensor], page: StepPage, change: Callable[[Tensor], Tensor] = lambda grad: grad) -> None:
-    """Give parameters the gradients of a page, each laid out as its parameter is."""
-    for name, param in params.items():
-        grad = page.leaves.get((name, GRADIENT))
-        param.grad = None if grad is None else like(change(grad.to(param.dtype)), param)
-
-
 # -- plain -----------------------------------------------------------------------------------------
 
 
@@ -94,17 +86,17 @@ def run_plain_as_is(order: Order, folder: str, given: str | None) -> PlainOutcom
     """
     tell("building")
     made, journal = plain(order), Journal(folder, ahead=order.steps + 1)
-    journal.write(0, StepPage((), values(made)))
+    journal.write(0, StepPage({}, values(made)))
     for step in range(1, order.steps + 1):
         if given is None:
-            gradients(made, order.seed, step)
+            grads = gradients(made, order.seed, step)
         else:
-            give(named(made), Journal(given).read(step))
-        pairs = zip(made.names, made.params, strict=True)
-        grads = {(name, GRADIENT): param.grad.clone() for name, param in pairs if param.grad is not None}
+            params, found = named(made), Journal(given).read(step).grads
+            grads = {name: grad.to(params[name].dtype) for name, grad in found.items()}
+            give(params, grads)
         with blamed(f"step {step} of the plain optimizer"), arithmetic(order):
             made.optimizer.step()
-        journal.write(step, StepPage((), {**values(made), **grads}))
+        journal.write(step, StepPage(grads, values(made)))
         tell(f"step {step} of {order.steps} of the plain optimizer")
     precision = coarsest(plain(order), journal.read(1), order)
     moved, rounding = zip(*perturbed(order, journal, precision), strict=True)
@@ -129,7 +121,7 @@ def values(made: Built) -> dict[tuple[str, str], Tensor]:
 
 def coarsest(made: Built, page: StepPage, order: Order) -> torch.dtype:
     """The floats with the fewest digits among those that a step makes."""
-    give(named(made), page)
+    give(named(made), page.grads)
     seen = Precisions()
     with blamed("step 1 of the plain optimizer, taken once more,"), arithmetic(order), seen_by(seen):
         made.optimizer.step()
@@ -166,7 +158,7 @@ def perturbed(order: Order, journal: Journal, precision: torch.dtype) -> Iterabl
 
     for step in range(1, order.steps + 1):
         page, moved, rounding = journal.read(step), Norms(), Norms()
-        give(named(made), page, change)
+        give(named(made), page.grads, change)
         with blamed(f"step {step} of the plain optimizer with perturbed gradients"), arithmetic(order):
             made.optimizer.step()
         for (name, _), value in values(made).items():
@@ -195,17 +187,17 @@ def run_as_is(rank: int, order: Order, folder: str) -> AsIsOutcome:
     for step in range(1, order.steps + 1):
         tell(f"step {step} of {order.steps}", step - 1, order.steps)
         page = journal.read(step)
-        give(canonical_params(model), page)
+        give(canonical_params(model), page.grads)
         with blamed(f"step {step} of the distributed optimizer"), arithmetic(order):
             optimizer.step()
         held = {name: canonical_params(model)[name].detach() for name, _ in start}
-        tally.add(step, {(name, PARAMETER): value for name, value in held.items()}, only_parameters(page))
+        tally.add(step, {(name, PARAMETER): value for name, value in held.items()}, page.leaves)
         parts = {name: fragments(value, page.leaves[name, PARAMETER]) for name, value in held.items()}
         apart.append({name: (part_of(held[name]), norm_apart(*pair)) for name, pair in parts.items()})
     counter, more = TrafficCounter(), 0 if order.double else order.steps - 1
     for step in range(more):  # not compared: what users compiled does not run so where operators are counted
         tell(f"counting in step {step + 1} of {more}")
-        give(canonical_params(model), page)
+        give(canonical_params(model), page.grads)
         # A wrapped optimizer asks Dynamo in each step, outside of modes.
         counting = counter if is_wrapped(optimizer) else seen_by(counter)
         with blamed(f"step {order.steps + step + 1} of the distributed optimizer"), counting:
@@ -218,10 +210,6 @@ def mesh_for(layout: LayoutName) -> DeviceMesh:
     """What `build` is called with on ranks."""
     names, ranks = MESH_DIMS.get(layout, ("shard",)), dist.get_world_size()
     return init_device_mesh("cpu", (ranks,) if len(names) == 1 else (2, ranks // 2), mesh_dim_names=names)
-
-
-def only_parameters(page: StepPage) -> dict[tuple[str, str], Any]:
-    return {key: value for key, value in page.leaves.items() if key[1] == PARAMETER}
 
 
 def check_parameters(params: Mapping[str, Tensor], start: Mapping[tuple[str, str], Any]) -> None:

@@ -112,15 +112,6 @@ def state_leaves(state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
         yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
 
 
-def random_gradients(made: Built, seed: int) -> list[Tensor | None]:
-    """Draw a whole gradient for each parameter; ranks draw equal ones. None for frozen parameters."""
-    random = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(p.shape, generator=random, device="cpu") * 1e-2).to(p.dtype) if p.requires_grad else None
-        for p in made.params
-    ]
-
-
 # -- before any process starts ---------------------------------------------------------------------
 
 

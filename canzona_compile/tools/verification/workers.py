@@ -31,16 +31,8 @@ from canzona_compile.report.explain import ExplainedParameter
 from canzona_compile.session.gradients import check_gradient
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.findings import LeafDifference, Tally
-from canzona_compile.tools.verification.layouts import LayoutName, give, share
-from canzona_compile.tools.verification.user_model import (
-    PARAMETER,
-    Built,
-    CannotVerify,
-    Leaves,
-    blamed,
-    built,
-    random_gradients,
-)
+from canzona_compile.tools.verification.layouts import LayoutName, give, give_by_backward, share
+from canzona_compile.tools.verification.user_model import PARAMETER, Built, CannotVerify, Leaves, blamed, built
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +42,9 @@ PAUSE = 0.005  # seconds between two looks
 
 @dataclass(frozen=True, slots=True)
 class StepPage:
-    """One step."""
+    """One step: the gradients by the names of parameters, and what is there after it."""
 
-    grads: tuple[Tensor | None, ...]
+    grads: Mapping[str, Tensor]
     leaves: Leaves
 
 
@@ -135,7 +127,7 @@ def run_plain(order: Order, folder: str) -> None:
     rules = rules_of(order.options.get("state"))
     roundings = [rounding(own, rules) for own in members] if rules is not None else []
     with blamed("saving parameters and state", "verify can only compare state that can be pickled"):
-        journal.write(0, StepPage((), made.leaves()))
+        journal.write(0, StepPage({}, made.leaves()))
     for step in range(1, order.steps + 1):
         grads = gradients(made, order.seed, step, order.options.get("missing_grads", "skip"))
         with blamed(f"step {step} of the plain optimizer"):
@@ -156,7 +148,7 @@ def step_of_each(optimizer: Optimizer) -> Callable[[], Any] | None:
     return None
 
 
-def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple[Tensor | None, ...]:
+def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> dict[str, Tensor]:
     """Give every parameter a gradient: that of the user's loss, or a random one.
 
     Args:
@@ -164,7 +156,7 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
             not returned: `wrap` has to make them itself.
 
     Returns:
-        Copies of the gradients, by parameter, because a step may write into them. None where there is none.
+        Copies of the gradients, by the names of parameters, because a step may write into them.
     """
     made.model.zero_grad()
     made.optimizer.zero_grad()
@@ -179,13 +171,14 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
         with blamed(f"backward of loss(model, {step})"):
             loss.backward()
     else:
-        drawn = random_gradients(made, (seed * 1_000_003 + step) % 2**63)
-        for param, grad in zip(made.params, drawn, strict=True):
-            param.grad = grad
+        random = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)  # ranks draw equal ones
+        for param in made.params:
+            drawn = (torch.randn(param.shape, generator=random, device="cpu") * 1e-2).to(param.dtype)
+            param.grad = drawn if param.requires_grad else None
+    found = {}
     for name, param in zip(made.names, made.params, strict=True):
         if param.grad is not None:
-            check_gradient(param, name, param.grad.dtype)
-    found = tuple(None if p.grad is None else p.grad.detach().clone() for p in made.params)
+            found[name] = check_gradient(param, name, param.grad.dtype).detach().clone()
     if missing == "zero":
         for param in made.params:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -206,7 +199,7 @@ def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
     beside: Built | None = None  # the same with an owner for every matrix
     for step in range(1, order.steps + 1):
         page = read_together(journal, step)
-        given.update(name for name, grad in zip(made.names, page.grads, strict=True) if grad is not None)
+        given.update(page.grads)
         compare_step(made, order.layout, page, step, tally)
         if step == 1 and not {"strategy", "plan"} & order.options.keys() and (everywhere := computed_everywhere(made)):
             beside = built(order.build, order.seed)
@@ -226,7 +219,8 @@ def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
 def compare_step(made: Built, layout: LayoutName, page: StepPage, step: int, tally: Tally) -> None:
     """Take one step of a wrapped optimizer with the gradients of a page, and compare its leaves with the page."""
     with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
-        give(made, layout, page.grads)
+        how = give_by_backward if layout == "zero1" else give
+        how(dict(zip(made.names, made.params, strict=True)), page.grads)
         made.optimizer.step()
     apart = [name for name, row in explained(made).items() if row.cell == "own object"]
     tally.add(step, comparable(made.leaves(), apart), comparable(page.leaves, apart))
