@@ -140,9 +140,7 @@ def redundant(setting: Setting, split: str, planner: str) -> float:
 def static_imbalance(setting: Setting, split: str) -> float:
     """FLOPs of the busiest rank over the mean, by the static rule."""
     owned, _ = run(captured(setting, split), planning_by("static"))
-    return imbalance(
-        rank_loads(owned, {p.name: p for p in owned.placed}, dict.fromkeys((t.name for t in owned.tasks), 0))
-    )
+    return imbalance(rank_loads(owned, dict.fromkeys((t.name for t in owned.tasks), 0)))
 
 
 def captured(setting: Setting, split: str) -> Step:
@@ -228,7 +226,7 @@ def scale(where: Scale) -> ScaleRow:
         found.elements,
         found.imbalance,
         found.simulation.seconds,
-        max(r.exposed for r in found.simulation.ranks),
+        found.simulation.exposed,
         found.memory.buffers,
         time.perf_counter() - begin,
     )

@@ -120,36 +120,40 @@ class GroupLoad:
         gather_bytes: bytes that the busiest rank gathers.
         compute_flops: FLOPs of the busiest owner.
         scatter_bytes: bytes that the busiest rank scatters, and exchanges between replicas.
-        launches: seconds of what is launched once for all tasks alike, on the busiest owner.
-        uneven: seconds that products of the busiest owner take more than FLOPs alone say: small ones leave processors
-            idle, unless enough of them are one stack. 0 on CPU.
+        beside: seconds that the busiest owner takes beside its FLOPs, see `seconds_beside`.
     """
 
     gather_bytes: float
     compute_flops: float
     scatter_bytes: float
     collectives: int
-    launches: float = 0.0
-    uneven: float = 0.0
+    beside: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLaunches:
-    """Seconds of launches that all tasks of one micro-group, cut and param group share, and what a stack saves.
+    """What all tasks of one micro-group, cut and param group share: launches, and what a stack saves.
 
     Attributes:
-        matrices: of what an owner does with whole matrices; 0 if it launches everything once for each of them.
+        fragments: seconds of launches on fragments.
+        compute: what an owner does with a whole matrix.
         stacks: whether an owner's matrices are computed as a stack.
     """
 
     fragments: float
-    matrices: float
     compute: GraphTime
     hardware: Hardware
     stacks: bool
 
+    @property
+    def matrices(self) -> float:
+        """Seconds of an owner's launches; 0 if it launches everything once for each of its matrices."""
+        return self.compute.launches(self.hardware) if self.stacks else 0.0
+
     def uneven(self, count: int, rates: Rates) -> float:
         """Seconds that the products of `count` matrices take more than at the one rate of `rates`.
+
+        Small ones leave processors idle, unless enough of them are one stack. 0 on CPU.
 
         Args:
             count: how many matrices alike an owner has in one micro-group.
@@ -164,30 +168,20 @@ class SharedLaunches:
 def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLaunches:
     """The launches of a cut that do not grow with the number of its tasks."""
     hardware = hardware_of(machine)
-    fragments, matrices = (
-        sum(graph_time(graph, hardware).launches(hardware) for graph in graphs)
-        for graphs in ((placed.prepare, placed.apply), (placed.compute,) if stacks else ())
-    )
-    return SharedLaunches(fragments, matrices, graph_time(placed.compute, hardware), hardware, stacks)
+    prepare, compute, apply = (graph_time(g, hardware) for g in (placed.prepare, placed.compute, placed.apply))
+    return SharedLaunches(prepare.launches(hardware) + apply.launches(hardware), compute, hardware, stacks)
 
 
-def uneven_of(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], rates: Rates) -> float:
-    """Seconds that products take more than their FLOPs say, on the owner of one micro-group with the most of them."""
-    by_owner: dict[object, float] = defaultdict(float)
+def seconds_beside(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], rates: Rates) -> float:
+    """Seconds that tasks of one micro-group take beside their FLOPs: of launches, and of products that take more."""
+    launches, products = defaultdict[object, float](float), defaultdict[object, float](float)
     counts = Counter((task.owner, task.placed, task.param_group) for task in tasks)
-    known = {(cut, n): shared[cut].uneven(n, rates) for cut, n in {(cut, n) for (_, cut, _), n in counts.items()}}
+    uneven = {(cut, n): shared[cut].uneven(n, rates) for cut, n in {(cut, n) for (_, cut, _), n in counts.items()}}
     for (owner, cut, _), count in counts.items():
-        by_owner[owner] += known[cut, count]
-    return busiest({None: 0.0, **by_owner})
-
-
-def launches_of(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches]) -> float:
-    """Seconds of the launches that tasks of one micro-group share, on its busiest owner."""
-    kinds = {(task.placed, task.param_group) for task in tasks}
-    by_owner: dict[object, float] = defaultdict(float)
-    for owner, cut, _ in {(task.owner, task.placed, task.param_group) for task in tasks}:
-        by_owner[owner] += shared[cut].matrices
-    return sum(shared[cut].fragments for cut, _ in kinds) + busiest({None: 0.0, **by_owner})
+        launches[owner] += shared[cut].matrices
+        products[owner] += uneven[cut, count]
+    fragments = sum(shared[cut].fragments for cut, _ in {(cut, group) for _, cut, group in counts})
+    return fragments + sum(busiest({None: 0.0, **by_owner}) for by_owner in (launches, products))
 
 
 def load_of(
@@ -200,7 +194,7 @@ def load_of(
     """The load of one micro-group.
 
     Args:
-        shared: what tasks alike launch once, by cut; None if launches do not count.
+        shared: what tasks alike launch once, by cut; None if FLOPs alone count.
     """
     load = load_by_owner(tasks, placed)
     sharded, exchanged = grid.shards > 1, grid.replicas > 1
@@ -211,8 +205,7 @@ def load_of(
         compute_flops=float(busiest(load.flops)),
         scatter_bytes=down * (sharded + exchanged / grid.shards),
         collectives=sharded + owned * (sharded + exchanged),
-        launches=0.0 if shared is None else launches_of(tasks, shared),
-        uneven=0.0 if shared is None or rates is None else uneven_of(tasks, shared, rates),
+        beside=0.0 if shared is None or rates is None else seconds_beside(tasks, shared, rates),
     )
 
 
@@ -226,7 +219,7 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
         halves = max(1, g.collectives)
         up = g.gather_bytes / rates.wire + rates.latency * (halves - halves // 2) * (g.gather_bytes > 0)
         down = g.scatter_bytes / rates.wire + rates.latency * max(1, halves // 2) * (g.scatter_bytes > 0)
-        times.append((up, g.compute_flops / rates.flops + g.launches + g.uneven, down))
+        times.append((up, g.compute_flops / rates.flops + g.beside, down))
     if not rates.overlap or depth == 1:
         return float(sum(map(sum, times)))
     processor = link = 0.0  # seconds from the begin of the step until which each is busy, with one thing at a time

@@ -103,7 +103,7 @@ def figures_of(step: Step, owned: Step) -> dict[str, Any]:
     placed = {p.name: p for p in step.placed}
     group_of = {name: group.index for group in step.micro_groups for name in group.tasks}
     groups = tuple(report_group(step, group, placed) for group in step.micro_groups)
-    loads = rank_loads(owned, {p.name: p for p in owned.placed}, group_of)
+    loads = rank_loads(owned, group_of)
     shared = [t for t in step.tasks if t.layout.grid.size > 1]
     elements = sum(Box.whole(t.shape).numel for t in shared)
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
@@ -195,8 +195,7 @@ def report_task(task: Task, placed: Placed, group: int) -> TaskReport:
 
 
 def report_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) -> GroupReport:
-    tasks = [step.task(name) for name in group.tasks]
-    grid = tasks[0].layout.grid
+    tasks, grid = [step.task(name) for name in group.tasks], step.grid_of(group)
     sent = {e.phase: wire_bytes(e, grid) for e in group.exchanges}
     return GroupReport(
         index=group.index,
@@ -241,7 +240,7 @@ def wire_bytes(exchange: Exchange, grid: Grid) -> int:
     return total
 
 
-def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:
+def rank_loads(step: Step, group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:
     """Return the load of each rank that is in a grid of two or more ranks, sorted by rank."""
     grids = {id(t.layout.grid): t.layout.grid for t in step.tasks if t.layout.grid.size > 1}
     flops: dict[int, dict[int, int]] = {rank: defaultdict(int) for grid in grids.values() for rank in grid.members()}
@@ -249,7 +248,7 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
     work: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)  # FLOPs of tasks by ranks and micro-group
     for task in step.tasks:
         if id(task.layout.grid) in grids:
-            work[task.ranks, group_of[task.name]].append(placed[task.placed].flops)
+            work[task.ranks, group_of[task.name]].append(step.placed_of(task).flops)
     for (ranks, group), costs in work.items():
         total = sum(costs)
         for rank in ranks:

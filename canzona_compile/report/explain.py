@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
-from canzona_compile.ir.storage import Storage
 from canzona_compile.report.page import PageModel, PageTable, Words, note
 from canzona_compile.report.printable import Printable
+from canzona_compile.report.sections import names_by_reason
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.plan import BoundParam, Plan, make_plan
 from canzona_compile.session.session import Session
@@ -163,18 +163,9 @@ def way_of(bound: BoundParam) -> str:
 def stored_as(plan: Plan, bound: BoundParam) -> str:
     """Say which leaves of the state are stored in another way, and how."""
     storage_of = plan.storages(bound.task.name)
-    leaves = ((leaf.name, leaf.dtype) for leaf in bound.kind.state)
-    found = names_by_storage((name, storage_of(name, dtype)) for name, dtype in leaves if dtype is not None)
+    leaves = ((leaf.name, storage_of(leaf.name, leaf.dtype)) for leaf in bound.kind.state if leaf.dtype is not None)
+    found = names_by_reason((name, str(storage)) for name, storage in leaves if storage is not None)
     return "".join(f"; {', '.join(names)} stored as {storage}" for storage, names in found.items())
-
-
-def names_by_storage(leaves: Iterable[tuple[str, Storage | None]]) -> dict[str, list[str]]:
-    """The names of leaves by the words for how they are stored."""
-    found: dict[str, list[str]] = {}
-    for name, storage in leaves:
-        if storage is not None:
-            found.setdefault(str(storage), []).append(name)
-    return found
 
 
 def place_of(task: Task) -> tuple[int | None, str]:

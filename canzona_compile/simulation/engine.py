@@ -9,7 +9,7 @@ the bytes themselves, a part is a job that takes a processor, beside the rank's 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,6 +91,16 @@ class Simulation:
     sent: tuple[tuple[int, str, int], ...] = ()
     acts: tuple[tuple[str, float], ...] = ()
 
+    @property
+    def exposed(self) -> float:
+        """Seconds of waiting for communication, on the rank that waits most."""
+        return max((rank.exposed for rank in self.ranks), default=0.0)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of buffers on a rank."""
+        return max((rank.peak for rank in self.ranks), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeOp:
@@ -143,21 +153,6 @@ class Collective:
     latency: float
 
 
-class SimulatedRun:
-    """What happened, by rank.
-
-    Attributes:
-        compute, exposed, bubble, finish: seconds, as in `RankSummary`.
-        moments: when each operation of a shown rank began and ended.
-    """
-
-    def __init__(self, ranks: int, shown: Iterable[int]) -> None:
-        self.seconds = 0.0
-        self.compute, self.exposed, self.bubble, self.finish = ([0.0] * ranks for _ in range(4))
-        self.spans: list[Span] = []
-        self.moments: dict[int, list[tuple[float, float]]] = {rank: [] for rank in shown}
-
-
 class Node:
     """The processors that the ranks of a node share."""
 
@@ -181,11 +176,15 @@ class Node:
 
 
 class Engine:
-    """One simulated step.
+    """One simulated step: `run` plays it, and fills in what happened.
 
     Args:
         hardware: how many ranks share how many processors of a node, and whether communication has links that work
             beside these, or takes them too (gloo).
+
+    Attributes:
+        compute, exposed, bubble, finish: seconds by rank, as in `RankSummary`.
+        moments: when each operation of a shown rank began and ended.
     """
 
     def __init__(
@@ -208,9 +207,13 @@ class Engine:
         self.waiting: list[dict[int, float]] = [{} for _ in collectives]
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
         self.count = 0
-        self.out = SimulatedRun(ranks, shown)
+        self.seconds = 0.0
+        self.compute, self.exposed, self.bubble, self.finish = ([0.0] * ranks for _ in range(4))
+        self.spans: list[Span] = []
+        self.moments: dict[int, list[tuple[float, float]]] = {rank: [] for rank in shown}
 
-    def run(self) -> SimulatedRun:
+    def run(self) -> Engine:
+        """Play all operations, and return this."""
         for rank in range(len(self.operations)):
             self.go_on(rank, 0.0)
         while self.queue:
@@ -219,10 +222,10 @@ class Engine:
         stuck = [rank for rank, own in enumerate(self.operations) if self.place[rank] < len(own)]
         if stuck:
             raise AssertionError(f"ranks {stuck[:4]} wait for a collective that some of its members never start")
-        self.out.seconds = max(self.out.finish, default=0.0)
-        for rank, finish in enumerate(self.out.finish):
-            self.out.bubble[rank] += self.out.seconds - finish
-        return self.out
+        self.seconds = max(self.finish, default=0.0)
+        for rank, finish in enumerate(self.finish):
+            self.bubble[rank] += self.seconds - finish
+        return self
 
     def at(self, when: float, action: Callable[[float], None]) -> None:
         self.count += 1
@@ -248,18 +251,18 @@ class Engine:
                         self.at(over, partial(self.waited, rank, number, now))
                         return
             self.passed(rank, now, now)
-        self.out.finish[rank] = now
+        self.finish[rank] = now
 
     def passed(self, rank: int, begin: float, end: float) -> None:
         self.place[rank] += 1
         if rank in self.shown:
-            self.out.moments[rank].append((begin, end))
+            self.moments[rank].append((begin, end))
 
     def worked(self, rank: int, operation: ComputeOp, begin: float, end: float) -> None:
-        self.out.compute[rank] += end - begin
+        self.compute[rank] += end - begin
         if rank in self.shown:
             span = Span(rank, COMPUTE, operation.act, operation.group, begin, end, operation.tasks)
-            self.out.spans.append(span)
+            self.spans.append(span)
         self.passed(rank, begin, end)
         self.go_on(rank, end)
 
@@ -267,8 +270,8 @@ class Engine:
         begun = self.begun[number]
         assert begun is not None
         late = min(max(begun - begin, 0.0), end - begin)
-        self.out.bubble[rank] += late
-        self.out.exposed[rank] += end - begin - late
+        self.bubble[rank] += late
+        self.exposed[rank] += end - begin - late
         self.passed(rank, begin, end)
         self.go_on(rank, end)
 
@@ -334,7 +337,7 @@ class Engine:
 
     def show(self, own: Collective, number: int, rank: int, link: str, begin: float, end: float, sent: int) -> None:
         if rank in self.shown:
-            self.out.spans.append(Span(rank, link, own.act, own.group, begin, end, (), sent, number))
+            self.spans.append(Span(rank, link, own.act, own.group, begin, end, (), sent, number))
 
     def arrive(self, member: int, number: int, end: float) -> None:
         self.over[number][member] = end

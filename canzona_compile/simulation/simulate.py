@@ -26,7 +26,6 @@ from canzona_compile.simulation.engine import (
     Memory,
     RankSummary,
     SimulatedOp,
-    SimulatedRun,
     Simulation,
     Start,
     Wait,
@@ -87,7 +86,7 @@ def chosen(groups: Collection[GroupTraffic], ranks: int) -> frozenset[int]:
     return frozenset(order[i * (ranks - 1) // (MOST_SHOWN - 1)] for i in range(MOST_SHOWN))
 
 
-def seconds_by_act(player: Player, outcome: SimulatedRun, visible: Collection[int]) -> dict[str, float]:
+def seconds_by_act(player: Player, outcome: Engine, visible: Collection[int]) -> dict[str, float]:
     """Return how long each act of the schedule takes the mean visible rank. A rank does one thing after the other."""
     found: dict[str, float] = defaultdict(float)
     for (event, rank), place in player.position.items():
@@ -203,7 +202,7 @@ def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> lis
 
 
 def live_bytes(
-    step: Step, groups: dict[int, GroupTraffic], player: Player, outcome: SimulatedRun, rank: int
+    step: Step, groups: dict[int, GroupTraffic], player: Player, outcome: Engine, rank: int
 ) -> Iterator[Memory]:
     """Yield the bytes that a rank's buffers hold over time; a buffer counts from its first event to its last."""
     changes: dict[float, int] = defaultdict(int)

@@ -290,17 +290,15 @@ def run_ranks(
     args: tuple[Any, ...],
     limit: float,
     *,
-    patience: float | None = None,
     beside: Sequence[ProcessCall] = (),
 ) -> list[Any]:
     """Run a function on gloo ranks of this machine: what it returned on each of them.
 
     Args:
-        limit: seconds until the processes are ended.
-        patience: seconds of a collective's timeout; `limit` if None.
+        limit: seconds until the processes are ended, and of a collective's timeout.
         beside: what else to run meanwhile, in processes that are no ranks. Its results are left out.
     """
-    calls, _store = rank_calls(ranks, function, args, patience or limit)
+    calls, _store = rank_calls(ranks, function, args, limit)
     return run([*beside, *calls], limit)[len(beside) :]
 
 

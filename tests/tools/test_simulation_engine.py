@@ -19,7 +19,6 @@ from canzona_compile.simulation.engine import (
     ComputeOp,
     Engine,
     SimulatedOp,
-    SimulatedRun,
     Start,
     Wait,
 )
@@ -41,7 +40,7 @@ def play(
     processors: int = 8,
     ranks_per_node: int = 8,
     alone: bool = False,
-) -> SimulatedRun:
+) -> Engine:
     return Engine(
         operations, collectives, machine(processors, ranks_per_node, alone), frozenset(range(len(operations)))
     ).run()
@@ -52,7 +51,7 @@ def machine(processors: int = 8, ranks_per_node: int = 8, alone: bool = False) -
     return replace(named_hardware("cpu"), **own)
 
 
-def accounts(found: SimulatedRun) -> list[tuple[float, float, float]]:
+def accounts(found: Engine) -> list[tuple[float, float, float]]:
     return [tuple(map(float, rank)) for rank in zip(found.compute, found.exposed, found.bubble, strict=True)]
 
 

@@ -104,9 +104,9 @@ def alternative(name: str, made: LoweredPlan, request: Request, found: Simulatio
         about=ABOUT[name.split()[0]],
         imbalance=imbalance(loads),
         seconds=found.seconds,
-        exposed=max((r.exposed for r in found.ranks), default=0.0),
+        exposed=found.exposed,
         sent=sum(count for *_, count in found.sent),
-        peak=max((r.peak for r in found.ranks), default=0),
+        peak=found.peak,
         groups=len(step.micro_groups),
         zero1=zero1,
     )
@@ -121,7 +121,7 @@ def name_of(options: Options, request: Request) -> str:
 def loads_of(made: LoweredPlan) -> tuple[LoadReport, ...]:
     """The load of every rank, also of those that own nothing."""
     group_of = {name: group.index for group in made.scheduled.micro_groups for name in group.tasks}
-    return rank_loads(made.owned, {p.name: p for p in made.owned.placed}, group_of)
+    return rank_loads(made.owned, group_of)
 
 
 def zero1_forecast(
@@ -136,7 +136,7 @@ def zero1_forecast(
     # Every rank sends all shards but its own, in every data-parallel group.
     sent = sum(b.starts[-1] * b.dtype.itemsize for b in buckets) * (ranks - 1) * (request.mesh.ranks // ranks)
     backward, forward = passes_around(request, buckets)
-    step = PhaseForecast("step", simulation.seconds, max((r.exposed for r in simulation.ranks), default=0.0), 0, 0, ())
+    step = PhaseForecast("step", simulation.seconds, simulation.exposed, 0, 0, ())
     counted = sum(b.collectives for b in buckets) if ranks > 1 else 0
     around = [
         PhaseForecast(name, own.seconds, own.exposed, sent, counted, own.spans if shown else ())
@@ -162,8 +162,8 @@ def memory_forecast(step: Step, request: Request, simulation: Simulation) -> Mem
     one, _ = run(step, relowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
     held, everywhere = held_state(step, step.tasks)
     return MemoryForecast(
-        buffers=max((r.peak for r in simulation.ranks), default=0),
-        one_group=max((r.peak for r in simulate(one, request.hardware).ranks), default=0),
+        buffers=simulation.peak,
+        one_group=simulate(one, request.hardware).peak,
         state=most(own for own, _ in held.values()),
         state_host=most(own for _, own in held.values()),
         state_replicated=most(everywhere.values()),

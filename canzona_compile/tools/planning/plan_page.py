@@ -151,8 +151,7 @@ def alone(forecast: Forecast) -> Iterator[Paragraph]:
 
 def figures(forecast: Forecast) -> Iterator[Figure]:
     """The key figures."""
-    seconds, memory = forecast.simulation.seconds, forecast.memory
-    exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
+    seconds, exposed, memory = forecast.simulation.seconds, forecast.simulation.exposed, forecast.memory
     if (period := forecast.period) is None:
         yield Figure(format_seconds(seconds), "predicted\nstep", "of the optimizer alone")
     else:
