@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 
 import canzona_compile
 from canzona_compile import optimizers
@@ -21,84 +19,29 @@ from canzona_compile.session.params import named_params
 from canzona_compile.tools.planning.held import held_by
 from canzona_compile.tools.planning.offline import optimizer_named
 from canzona_compile.tools.planning.plan import model_of
-from tests.harness.optimizers import share_captures
+from tests.harness.marks import full
 from tests.harness.ranks import run
-from tests.harness.toys import TwoKinds
-from tests.session.test_planned_runs import give_gradients
+from tests.tools.decoders import Decoder, sharded_alone, sharded_run, zero1_run
 
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False)
-        self.norm = nn.LayerNorm(32, bias=False)
-
-
-class Decoder(nn.Module):
-    """A module whose embeddings have none of the usual names; the head has the shape of a hidden matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(64, 32), nn.Embedding(16, 32)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Linear(32, 48, bias=False)
-
-
-def optimizer_of(model: nn.Module, named: bool) -> Any:
-    """Hidden matrices under Muon, in another order than the model's, and all else under Adam."""
-    pairs = [(n, p) if named else p for n, p in model.named_parameters()]
-    hidden = [p.ndim == 2 and "layers" in n for n, p in model.named_parameters()]
-    muon = [pair for pair, is_hidden in zip(pairs, hidden, strict=True) if is_hidden]
-    adam = [pair for pair, is_hidden in zip(pairs, hidden, strict=True) if not is_hidden]
-    return TwoKinds([{"params": muon[::-1], "use_muon": True}, {"params": adam, "use_muon": False}])
-
-
-def planned(model: nn.Module, optimizer: Any) -> str:
-    made = canzona_compile.plan(model, mesh="fsdp=2", optimizer=optimizer, hardware="cpu", alternatives=False)
-    return made.file.fingerprint
-
-
-def alone() -> None:
-    """What a rank would capture twice: for its run, and for its plans."""
-    model = Decoder()
-    optimizer = optimizer_of(model, named=True)
-    planned(model, optimizer)
-    step_twice(model, optimizer)
-
-
-def step_twice(model: nn.Module, optimizer: Any) -> None:
-    share_captures(canzona_compile.wrap(optimizer, hardware="cpu"))
-    for _ in range(2):
-        give_gradients(list(model.parameters()))
-        optimizer.step()
-
-
-def planned_and_run() -> dict[str, str]:
-    """The fingerprint of a run of a model under three wrappers, on rank 0 also those of its user's plans of it."""
-    torch.manual_seed(0)
-    model: Any = Decoder()
-    for i, layer in enumerate(model.layers):
-        model.layers[i] = fully_shard(checkpoint_wrapper(layer))
-    model = torch.compile(fully_shard(model))
-    optimizer = optimizer_of(model, named=True)
-    step_twice(model, optimizer)
-    ran = optimizer.canzona.plan().fingerprint
-    if dist.get_rank() > 0:
-        return {"run": ran}
-    with torch.device("meta"):
-        meta = Decoder()
-    return {
-        "run": ran,
-        "its model": planned(model, optimizer),
-        "its optimizer, by names": planned(meta, optimizer),
-        "on the meta device": planned(meta, optimizer_of(meta, named=False)),
-    }
+# -- runs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
-def test_the_plan_of_an_optimizer_is_that_of_its_run() -> None:
-    for found in run(2, planned_and_run, after=partial(alone)):
+@pytest.mark.parametrize("kind", ["groups", "muon+adamw", full("three")])
+def test_the_plan_of_an_optimizer_is_that_of_its_run(kind: str) -> None:
+    for found in run(2, sharded_run, kind, after=partial(sharded_alone, kind)):
         assert set(found.values()) == {found["run"]}
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["muon+adamw", "three"])
+def test_under_zero1_too(kind: str) -> None:
+    for found in run(2, zero1_run, kind):
+        assert set(found.values()) == {found["run"]}
+
+
+# -- which parameters ----------------------------------------------------------------------------------
 
 
 def names(given: nn.Module, optimizer: Any) -> list[str]:
