@@ -93,6 +93,11 @@ class PageTable:
         units = [unit for _, unit in self.columns]
         return [[shown(cell, unit) for cell, unit in zip(row, units, strict=False)] for row in self.rows]
 
+    @property
+    def choices(self) -> tuple[bool, ...]:
+        """For each row whether it is chosen."""
+        return self.chosen or (False,) * len(self.rows)
+
 
 def shown(cell: Cell, unit: str) -> Said | Fill:
     """Write a number in its unit."""

@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.constrain import Constrain
@@ -130,35 +129,29 @@ def text(said: Said, more_style: str = "") -> Text:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def columns(*headers: str) -> Table:
-    """Begin a table without lines, whose cells keep to one line; > before a header means right-aligned."""
-    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for header in headers:
-        justify: Literal["left", "right"] = "right" if header.startswith(">") else "left"
-        made.add_column(header.lstrip(">"), justify=justify, no_wrap=True)
-    return made
-
-
 def table(content: PageTable, cells: Sequence[Sequence[Said | Fill]]) -> Table:
-    """Lay out a table with these cells. A mark and bold letters show the row that is chosen."""
-    headers = [title if unit in ("", "~") else f">{title}" for title, unit in content.columns]
-    made = columns(*([""] if content.chosen else []), *headers)
-    for column, (_, unit) in zip(reversed(made.columns), reversed(content.columns), strict=False):
-        if unit == "~":
-            column.no_wrap, column.overflow = False, "fold"
+    """Lay out a table with these cells. A mark and bold letters show the row that is chosen.
+
+    Without a frame there are no lines. Cells keep to one line, except in a frame, of names, and of what may go on.
+    """
     if content.framed:
-        framed = Table(*made.columns, title=Text(content.title, "italic"), title_justify="left")
-        for column in made.columns:
-            column.no_wrap, column.overflow = False, "fold"
-        made = framed
+        made = Table(title=Text(content.title, "italic"), title_justify="left")
+    else:
+        made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     made.show_header = not content.bare
+    for title, unit in [*([("", "")] if content.chosen else []), *content.columns]:
+        number = len(made.columns)
+        wraps = content.framed or unit == "~" or number == content.names
+        made.add_column(
+            title,
+            justify="left" if unit in ("", "~") else "right",
+            no_wrap=not wraps,
+            overflow="fold" if wraps else "ellipsis",
+            min_width=SHORTEST_NAME if number == content.names else None,
+        )
     for column, width in zip(made.columns, content.least, strict=False):
         column.min_width = width
-    if content.names is not None:
-        names = made.columns[content.names]
-        names.no_wrap, names.overflow, names.min_width = False, "fold", SHORTEST_NAME
-    for i, row in enumerate(cells):
-        chosen = bool(content.chosen) and content.chosen[i]
+    for row, chosen in zip(cells, content.choices, strict=True):
         mark = [Text(FILLS[0] if chosen else "", "green")] if content.chosen else []
         made.add_row(*mark, *(cell(one, "bold" if chosen else "") for one in row))
     return made

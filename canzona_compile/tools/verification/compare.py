@@ -126,11 +126,9 @@ def relative_errors(left: Tensor, right: Tensor) -> Tensor:
 
 def relative_norm(found: object, expected: object) -> float:
     """|a - b| / |b| by the norms of two tensors; infinite if it is not finite, or if no number tells it."""
-    if not isinstance(found, Tensor) or not isinstance(expected, Tensor) or found.shape != expected.shape:
-        return math.inf
-    a, b = wide(found), wide(expected)
-    apart = float((a - b).norm() / b.norm().clamp(min=1e-30))
-    return apart if math.isfinite(apart) else math.inf
+    apart = norm_apart(found, expected)
+    whole = float(wide(expected).norm()) if isinstance(expected, Tensor) else math.inf
+    return apart / max(whole, 1e-30) if math.isfinite(whole) else math.inf
 
 
 def norm_apart(found: object, expected: object) -> float:
