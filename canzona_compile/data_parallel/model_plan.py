@@ -13,7 +13,7 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.telling import SOON, shown
 from canzona_compile.errors import CanzonaError, problem_of
-from canzona_compile.ir.bucket import ALIGNMENT
+from canzona_compile.ir.layout import WHOLE_VECTORS
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
@@ -153,7 +153,7 @@ def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
     kind = bound.kind
     if kind.recorder is None:
         return False
-    spec = ParameterSpec((2 * ALIGNMENT,), bound.param.dtype, kind.grad_dtype, bound.param.device)
+    spec = ParameterSpec((2 * WHOLE_VECTORS,), bound.param.dtype, kind.grad_dtype, bound.param.device)
     group = capture.optimizer.param_groups[bound.param_group]
     try:
         part = capture.kind_of(ParamExample(group, spec, f"elements of {bound.task.name}"))

@@ -17,6 +17,7 @@ from canzona_compile.data_parallel.engine import Zero1
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import OwnedState, put_together, take_apart
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.agreement import Agreement
@@ -25,7 +26,6 @@ from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter, bound_to
 from canzona_compile.session.checkpoints import is_dummy_step
 from canzona_compile.session.plan import BoundParam, Described, Plan, make_plan
-from canzona_compile.session.portable_state import Ranks
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring, whole_leaf
 from canzona_compile.session.step_driver import StepDriver

@@ -38,7 +38,6 @@ POSITION_FREE_ON_CPU = frozenset(
     packet for name in POSITION_FREE_NAMES.split() if (packet := getattr(aten, name, None)) is not None
 )
 SMALLEST_OF_ONEDNN = 16**3  # m * k * n up to which torch multiplies two 16-bit matrices by a loop of its own
-ALIGNMENT = 64  # in elements: a multiple of the step of every CPU vector loop, so that no scalar tail is left
 
 
 def position_free(node: fx.Node, machine: Machine) -> bool:
@@ -69,7 +68,7 @@ def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
     Strided operands run as scalar code. Broadcast operands make every row a run of its own, with its own tail.
 
     Args:
-        aligned: whether the sizes of the whole tensor and of all fragments are multiples of `ALIGNMENT`.
+        aligned: whether the sizes of the whole tensor and of all fragments are multiples of `WHOLE_VECTORS`.
     """
     if position_free(node, machine):
         return True

@@ -13,7 +13,8 @@ from functools import cached_property
 
 import torch
 
-ALIGNMENT = 64  # elements: slices begin at multiples of it, so that vectorized kernels see whole vectors
+from canzona_compile.ir.layout import WHOLE_VECTORS
+
 BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user asks for another one
 MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
@@ -56,7 +57,7 @@ class Bucket:
         index: its position; the gradients of bucket 0 are complete first.
         dtype: the dtype of its parameters and gradients.
         slices: what it holds, by owner and offset.
-        lengths: the length of each shard in elements, without padding; a multiple of ALIGNMENT.
+        lengths: the length of each shard in elements, without padding; a multiple of WHOLE_VECTORS.
         uniform: whether all shards are padded to the longest one, for collectives of equal shards.
         ranks: the global rank of each owner, in one of the data-parallel groups; empty if unknown.
     """
@@ -137,5 +138,5 @@ class Bucket:
 
 
 def aligned(elements: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
+    """Round up to a multiple of WHOLE_VECTORS: where slices begin."""
+    return -(-elements // WHOLE_VECTORS) * WHOLE_VECTORS

@@ -16,9 +16,9 @@ from torch import fx
 
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
+from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.ir.fx_utils import from_numbers, outputs, placeholders, pointwise, tensor_value
-from canzona_compile.ir.layout import Box, Layout, LayoutKind, Shape
+from canzona_compile.ir.layout import WHOLE_VECTORS, Box, Layout, LayoutKind, Shape
 from canzona_compile.ir.step import (
     Placed,
     Role,
@@ -246,8 +246,8 @@ def bucketed(step: Step) -> None:
 def laid_out(bucket: Bucket) -> None:
     """The slices of each shard are in order, aligned, apart from one another and inside of the shard."""
     where = f"bucket {bucket.index}"
-    if any(length % ALIGNMENT for length in bucket.lengths):
-        raise InvalidStep(f"the length of a shard is not a multiple of {ALIGNMENT}", at=where)
+    if any(length % WHOLE_VECTORS for length in bucket.lengths):
+        raise InvalidStep(f"the length of a shard is not a multiple of {WHOLE_VECTORS}", at=where)
     if bucket.ranks and len(bucket.ranks) != len(bucket.lengths):
         raise InvalidStep(f"it has {len(bucket.lengths)} shards for {len(bucket.ranks)} ranks", at=where)
     reached = [0] * len(bucket.lengths)
@@ -261,8 +261,8 @@ def laid_out(bucket: Bucket) -> None:
         before = part.owner
         if part.length < 0:
             raise InvalidStep(f"a slice has {part.length} elements", at=at)
-        if part.offset % ALIGNMENT:
-            raise InvalidStep(f"its offset {part.offset} is not a multiple of {ALIGNMENT}", at=at)
+        if part.offset % WHOLE_VECTORS:
+            raise InvalidStep(f"its offset {part.offset} is not a multiple of {WHOLE_VECTORS}", at=at)
         if part.offset < reached[part.owner]:
             raise InvalidStep("it overlaps the slice before it", at=at)
         reached[part.owner] = part.offset + part.length

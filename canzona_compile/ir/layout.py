@@ -24,6 +24,8 @@ from canzona_compile.errors import InvalidStep, UnsupportedLayout
 
 Shape = tuple[int, ...]
 MeshCoordinate = tuple[int, ...]  # of a rank in a mesh
+Ranks = tuple[int, ...]  # global ranks, ascending
+WHOLE_VECTORS = 64  # elements: a multiple of the step of every CPU vector loop, so that no scalar tail is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Grid:
     """Global ranks by (replica, shard): `ranks[r][s]`."""
 
     ranks: tuple[tuple[int, ...], ...]
-    _members: tuple[int, ...] = field(init=False, repr=False, compare=False)  # thousands of ranks are sorted once
+    _members: Ranks = field(init=False, repr=False, compare=False)  # thousands of ranks are sorted once
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_members", tuple(sorted(rank for row in self.ranks for rank in row)))
@@ -90,7 +92,7 @@ class Grid:
     def size(self) -> int:
         return self.replicas * self.shards
 
-    def members(self) -> tuple[int, ...]:
+    def members(self) -> Ranks:
         """Every rank once, ascending."""
         return self._members
 
@@ -138,12 +140,12 @@ class LayoutKind:
 
     sharded: bool
     replicated: bool
-    aligned: bool  # whole matrix and fragments are multiples of 64 elements
+    aligned: bool  # whole matrix and fragments are multiples of `WHOLE_VECTORS`
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutKind:
         sizes = [math.prod(layout.shape), *(box.numel for box in layout.boxes)]
-        return cls(layout.grid.shards > 1, layout.grid.replicas > 1, all(n % 64 == 0 for n in sizes))
+        return cls(layout.grid.shards > 1, layout.grid.replicas > 1, all(n % WHOLE_VECTORS == 0 for n in sizes))
 
     def __str__(self) -> str:
         return "+".join(n for n in ("sharded", "replicated", "aligned") if getattr(self, n)) or "whole"

@@ -21,7 +21,7 @@ from canzona_compile.compat.torch_private import FakeTensor, OpOverload, pytree
 from canzona_compile.ir.layout import Shape
 
 Index = tuple[Any, ...]
-ALIGNMENT = 64  # bytes: whole matrices begin at multiples, because libraries choose their rounding by that
+MATRIX_ALIGNMENT = 64  # bytes: whole matrices begin at multiples, because libraries choose their rounding by that
 
 
 class EagerContext(Protocol):
@@ -284,7 +284,7 @@ class EachMatrix:
 def matrices_of(stack: Tensor) -> list[Tensor]:
     """The matrices of a stack `[n, ...]`, aligned as they are alone."""
     found = list(stack.unbind())
-    if found and found[0].numel() * found[0].itemsize % ALIGNMENT:
+    if found and found[0].numel() * found[0].itemsize % MATRIX_ALIGNMENT:
         return [own.clone() for own in found]
     return found
 

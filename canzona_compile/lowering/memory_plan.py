@@ -21,21 +21,21 @@ import torch
 
 from canzona_compile.ir.layout import Box, Shape
 from canzona_compile.ir.program import View
-from canzona_compile.ir.program_ops import ALIGNMENT
+from canzona_compile.ir.program_ops import MATRIX_ALIGNMENT
 from canzona_compile.ir.step import Act, BlockSlice, Buffer, BufferUse, Event, Exchange, MicroGroup, Phase, Step
 
-# `ALIGNMENT` suits vector loads of any width. Whole matrices and prepared values begin at multiples of it, because
-# libraries choose their kernels by the alignment of operands: on some processors MKL rounds the product of a matrix
-# that begins elsewhere otherwise. The allocators of torch align slots at least as much. `Exchange` aligns the pieces of
-# send and receive buffers to their element size only: gaps would be sent, and there is nothing to gain. Pieces are
-# rows, whole or in part. So where dims are multiples of 8 they begin at multiples of the 16 bytes that vector loads and
-# NCCL need; where columns are multiples of 64, as in every matrix of Qwen3, at multiples of 128 bytes, however many
-# rows a rank has. Where dims are odd, the rows inside of a piece begin anywhere.
+# `MATRIX_ALIGNMENT` suits vector loads of any width. Whole matrices and prepared values begin at multiples of it,
+# because libraries choose their kernels by the alignment of operands: on some processors MKL rounds the product of a
+# matrix that begins elsewhere otherwise. The allocators of torch align slots at least as much. `Exchange` aligns the
+# pieces of send and receive buffers to their element size only: gaps would be sent, and there is nothing to gain.
+# Pieces are rows, whole or in part. So where dims are multiples of 8 they begin at multiples of the 16 bytes that
+# vector loads and NCCL need; where columns are multiples of 64, as in every matrix of Qwen3, at multiples of 128 bytes,
+# however many rows a rank has. Where dims are odd, the rows inside of a piece begin anywhere.
 
 
 def aligned(offset: int) -> int:
-    """Round a byte offset up to a multiple of `ALIGNMENT`."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+    """Round a byte offset up to a multiple of `MATRIX_ALIGNMENT`."""
+    return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
 # -- slots, the same on all ranks ------------------------------------------------------------------
@@ -206,7 +206,7 @@ class RankMemory:
             dtype: the dtype of the wire.
             shape: [n, ...], for the n tasks of a batch.
             one_by_one: whether the tasks compute one after the other. Then each value begins at a multiple of
-                `ALIGNMENT`, as a matrix of its own does. Otherwise there are no gaps between them.
+                `MATRIX_ALIGNMENT`, as a matrix of its own does. Otherwise there are no gaps between them.
         """
         slot = self._slots[micro_group, Phase.GATHER, BufferUse.GATHERED]
         return self._append(micro_group, slot, dtype, shape, one_by_one)
@@ -229,7 +229,7 @@ class RankMemory:
     ) -> View:
         """Reserve memory in a slot, behind what the micro-group has in it so far."""
         entry = math.prod(shape[1:]) * dtype.itemsize
-        pitch = aligned(entry) if align_entries and entry % ALIGNMENT else None
+        pitch = aligned(entry) if align_entries and entry % MATRIX_ALIGNMENT else None
         view = View(slot, aligned(self._filled.get((micro_group, slot), 0)), dtype, shape, pitch=pitch)
         self._filled[micro_group, slot] = view.offset + view.nbytes
         self._reserve(slot, self._filled[micro_group, slot])

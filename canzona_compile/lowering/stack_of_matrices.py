@@ -16,9 +16,9 @@ from torch import fx
 
 from canzona_compile.capture.batch_dim import VIEWS
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.ir.bit_exactness import ALIGNMENT, placed_equally
+from canzona_compile.ir.bit_exactness import placed_equally
 from canzona_compile.ir.fx_utils import insert_call, is_operator, outputs, pointwise, tensor_value
-from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.layout import WHOLE_VECTORS, Shape
 from canzona_compile.ir.program_ops import EachMatrix
 from canzona_compile.ir.step import Leaf, Role, Template
 from canzona_compile.lowering.batch_graph import REDUCTIONS, STACKED_PRODUCTS, product, reduced
@@ -148,7 +148,7 @@ class StackLift:
         operands = [(n, v) for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
         scalars = [v for n, v in operands if not v.ndim and (n in self._many or not value.ndim)]
         same = all(v.dtype == value.dtype for v in scalars) or node.target is aten._to_copy.default
-        aligned = value.numel() % ALIGNMENT == 0
+        aligned = value.numel() % WHOLE_VECTORS == 0
         return same and (not self.exact or placed_equally(node, self.machine, aligned))
 
     def _pointwise(self, node: fx.Node) -> fx.Node:

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import addend, factors, flips, turned
-from canzona_compile.ir.bit_exactness import ALIGNMENT, batches_equal, placed_equally, position_free, reductions_equal
+from canzona_compile.ir.bit_exactness import batches_equal, placed_equally, position_free, reductions_equal
 from canzona_compile.ir.fx_utils import pointwise, tensor_value
+from canzona_compile.ir.layout import WHOLE_VECTORS
 from canzona_compile.ir.program_ops import EachMatrix
 from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
@@ -105,7 +106,7 @@ def joins(node: fx.Node, machine: Machine, exact: bool) -> bool:
     """Whether an operator runs on more matrices as on fewer."""
     value = tensor_value(node)
     if pointwise(node):
-        aligned = value is not None and value[0].numel() % ALIGNMENT == 0
+        aligned = value is not None and value[0].numel() % WHOLE_VECTORS == 0
         return not exact or placed_equally(node, machine, aligned)
     if node.target in REDUCTIONS:
         return True  # over dims that count from the end

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
-from canzona_compile.runtime.channel import Announcement, Channel, Ranks, hash_of
+from canzona_compile.ir.layout import Ranks
+from canzona_compile.runtime.channel import Announcement, Channel, hash_of
 from canzona_compile.runtime.meeting import Meeting
 
 Details = Mapping[str, str]  # by topic

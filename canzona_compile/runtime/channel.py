@@ -36,11 +36,11 @@ import torch.distributed as dist
 
 from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, default_store, host_group
 from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.runtime.meeting import Attendance, pause_of
 from canzona_compile.runtime.process_groups import own_name, timeout_of
 from canzona_compile.runtime.waiter import Waiter
 
-Ranks = tuple[int, ...]
 ROLL_CALL = timedelta(seconds=3)  # how long ranks have to answer after a collective failed; they listen every second
 MANY = 64  # ranks, see benchmarks/agreement.py
 ENDED = "look at the output of the ranks that do not answer: they ended or hang. Restart all ranks from a checkpoint"

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from canzona_compile.compat.torch_private import Store
 from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.ir.layout import Ranks
 
 PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others, which may be writing weights meanwhile
 MET = "met"
 WORD = 60  # bits of an integer of the store that tell who has come
-Ranks = tuple[int, ...]
 
 
 class Purpose(NamedTuple):

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from canzona_compile.compat.torch_private import default_store, group_named
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.launch_order import backend_on, keep_launch_order
-
-Ranks = tuple[int, ...]
 
 
 class Groups:

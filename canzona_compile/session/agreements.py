@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.layout import Grid, Ranks
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.runtime.agreement import PLANNING, Agreement, Details
-from canzona_compile.runtime.channel import Channel, Ranks, channel_of, hash_of
+from canzona_compile.runtime.channel import Channel, channel_of, hash_of
 from canzona_compile.runtime.equal_copies import Copy, Digest, digests, unequal_copy
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups

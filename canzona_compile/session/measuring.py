@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.step_clock import OTHER, MeasuredStep, NotedStep, StepClock
 from canzona_compile.session.step_driver import StepDriver
 
-Ranks = tuple[int, ...]
 LAST_STEP = Purpose(
     "the last step of measure()",
     "because each rank has measured only itself",

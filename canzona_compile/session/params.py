@@ -29,9 +29,9 @@ from canzona_compile.ir.step import Step
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.gradients import check_gradient
 from canzona_compile.tensors import inner_tensors, local_part, made_of
+from canzona_compile.views.given_layout import Named
 
 Module = TypeVar("Module", bound=nn.Module)
-Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
 
 
 def named_params(

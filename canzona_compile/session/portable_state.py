@@ -18,6 +18,7 @@ from canzona_compile.compat.optimizer_class import HeldOptimizer, plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.step import Task
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import current_device, distributed
@@ -27,8 +28,6 @@ from canzona_compile.session.state import StateStore, restoring
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.session.turns import Turns
 from canzona_compile.views.pieces import PiecesView
-
-Ranks = tuple[int, ...]
 
 
 class Consolidated(NamedTuple):

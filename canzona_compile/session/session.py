@@ -17,6 +17,7 @@ from canzona_compile.compat.garbage import seldom_collected
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL
 from canzona_compile.errors import CanzonaError, problem_of
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
@@ -35,7 +36,6 @@ from canzona_compile.session.params import check_differentiable, check_params, n
 from canzona_compile.session.plan import BoundParam, Plan, make_plan, proposed_capacity, whole
 from canzona_compile.session.portable_state import PortableState, given_back_on_error
 from canzona_compile.session.step_driver import ChangeKind, StepChange, StepDriver
-from canzona_compile.session.variant_selection import Ranks
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.sequence import in_sequence
@@ -19,7 +20,6 @@ from canzona_compile.passes import planning_passes
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
 from canzona_compile.session.step_driver import StepDriver
-from canzona_compile.session.variant_selection import Ranks
 
 
 class PlannedSession(Protocol):

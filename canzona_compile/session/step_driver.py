@@ -19,6 +19,7 @@ from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.cell import Shadow
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer
 from canzona_compile.ir.program_ops import Watch
@@ -35,7 +36,6 @@ from canzona_compile.session.program_cache import BoundProgram, ProgramCache, Pr
 from canzona_compile.session.state import StateStore, put
 from canzona_compile.session.variant_selection import (
     Names,
-    Ranks,
     SharedNumbers,
     VariantAssignment,
     VariantSelection,

@@ -14,6 +14,7 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.variant import Scalars
 from canzona_compile.compat.interrupts import uninterrupted
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.leaves import read, write
@@ -21,7 +22,6 @@ from canzona_compile.replica.raised import Untraceable
 from canzona_compile.session.plan import BoundParam, Plan
 
 Names = tuple[str, ...]
-Ranks = tuple[int, ...]
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 VariantAssignment = tuple[tuple[str, int, Names], ...]  # each entry: a template, the label of its numbers, its tasks
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.ir.bit_exactness import (
-    ALIGNMENT,
     POSITION_FREE_NAMES,
     POSITION_FREE_ON_CPU,
     batches_equal,
@@ -21,6 +20,7 @@ from canzona_compile.ir.bit_exactness import (
     position_free,
     reductions_equal,
 )
+from canzona_compile.ir.layout import WHOLE_VECTORS
 from canzona_compile.lowering.batch_graph import FOREACH
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.tensors import bytes_of
@@ -200,7 +200,7 @@ def differences(
         for rows, columns in cuts(m, n, unit):
             if not whole[rows, columns].numel():
                 continue
-            if unit > 1 and (whole[rows, columns].numel() % ALIGNMENT or whole.numel() % ALIGNMENT):
+            if unit > 1 and (whole[rows, columns].numel() % WHOLE_VECTORS or whole.numel() % WHOLE_VECTORS):
                 continue
             for offset in (0, 1):
                 parts = [fragment(v, rows, columns, offset) for v in values]

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.bucket import ALIGNMENT, MOST_PADDING, Bucket, BucketSlice, aligned
+from canzona_compile.ir.bucket import MOST_PADDING, Bucket, BucketSlice, aligned
+from canzona_compile.ir.layout import WHOLE_VECTORS
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
@@ -68,7 +69,7 @@ def test_every_element_lies_in_one_place(case: tuple[list[Weight], int], spread:
         reached = 0
         for part in (p for p in slices if p.owner == owner):
             assert part.length > 0
-            assert part.offset % ALIGNMENT == 0
+            assert part.offset % WHOLE_VECTORS == 0
             assert part.offset >= reached
             reached = part.offset + part.length
 
@@ -83,7 +84,7 @@ def test_cut_parameters_level_the_shards(case: tuple[list[Weight], int]) -> None
     cut = {w.name for w in weights if not (w.whole or w.owner is not None or w.elements < SMALLEST_CUT)}
     poured = {p.owner for p in slices if p.name in cut}
     lengths = shards(slices, owners)
-    slack = (len(weights) + 1) * owners * ALIGNMENT  # every slice is rounded, and the last shard takes what is left
+    slack = (len(weights) + 1) * owners * WHOLE_VECTORS  # every slice is rounded, and the last shard takes what is left
     if poured:
         assert max(lengths[r] for r in poured) <= min(lengths) + slack
     whole = shards([p for p in slices if p.name not in cut], owners)

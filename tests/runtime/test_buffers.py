@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
 from canzona_compile.ir.program import View, Views
-from canzona_compile.ir.program_ops import ALIGNMENT
+from canzona_compile.ir.program_ops import MATRIX_ALIGNMENT
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.runtime.buffers import SharedSlots
 from tests.harness.ranks import run
@@ -77,8 +77,8 @@ def test_variants_take_the_memory_of_the_largest() -> None:
 @given(st.integers(1, 4), st.sampled_from([(5, 7), (3,), ()]), st.integers(0, 3))
 def test_entries_of_a_stack_with_gaps(n: int, shape: tuple[int, ...], before: int) -> None:
     """The stack and its entries, taken one by one, are the same memory."""
-    pitch = 3 * ALIGNMENT
-    stack = View(0, before * ALIGNMENT, torch.float32, (n, *shape), pitch=pitch)
+    pitch = 3 * MATRIX_ALIGNMENT
+    stack = View(0, before * MATRIX_ALIGNMENT, torch.float32, (n, *shape), pitch=pitch)
     slots = [torch.zeros(stack.offset + stack.nbytes, dtype=torch.uint8)]
     whole = stack.of(slots)
     for i, entry in enumerate(stack.rows()):
@@ -107,4 +107,4 @@ def test_whole_matrices_are_aligned_as_matrices_of_their_own() -> None:
     """Libraries round products by the alignment of operands, so others than the plain optimizer's would differ."""
     found = run(2, addresses)
     assert max(map(len, found)) > 1
-    assert {offset % ALIGNMENT for own in found for offset in own} == {0}
+    assert {offset % MATRIX_ALIGNMENT for own in found for offset in own} == {0}
