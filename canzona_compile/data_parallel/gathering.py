@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -73,7 +72,7 @@ class Gathering:
     def __init__(self, filling: Filling, group: DataParallelGroup, agreement: Agreement, memory: BucketMemory) -> None:
         self.filling, self.group, self.memory = filling, group, memory
         device = self.filling.holder(self.filling.buckets[0].slices[0]).param.device
-        self._watch = Waiter(agreement.listeners, device, BROKEN, partial(Gathering._tell, weakref.proxy(self)))
+        self._watch = Waiter(agreement.boards, device, BROKEN)
         self._waits: WaitingRanks | None = None
         if agreement.channel is not None:
             self._waits = WaitingRanks(agreement.channel, agreement.name)
@@ -114,7 +113,7 @@ class Gathering:
         pending = self._pending[0]
         with during(self.clock, f"wait {RETURN}"):
             for work in pending.works:
-                self._watch.wait(work)
+                self._watch.wait(work, self._tell)
         if self._waits is not None and self._waits.asking:
             self._waits.tell(0)
         self.taken += 1

@@ -95,7 +95,7 @@ class Reduction:
         self.fragments, self.buckets = self.filling.fragments, self.filling.buckets
         self.agreement, self.engine, self.zeros = agreement, engine, zeros
         device = next(iter(self.fragments.values())).param.device
-        self.waiter = Waiter(agreement.listeners, device, BROKEN)
+        self.waiter = Waiter(agreement.boards, device, BROKEN)
         self.number = 0
         self.reduced = False
         self.present: frozenset[str] = frozenset()

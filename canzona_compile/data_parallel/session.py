@@ -260,5 +260,5 @@ class OwnerSession(Session):
     def _put_together(self) -> None:
         """Gather whole state. All ranks have met for that, so an error here leaves some of them in a collective."""
         with self._whole.on_its_way():
-            watch = Waiter(self._whole.listeners, self.device)
+            watch = Waiter(self._whole.boards, self.device)
             put_together(self.optimizer, self.fragments, self._engine.group, self._whole_leaf, watch)

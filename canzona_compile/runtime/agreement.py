@@ -16,6 +16,7 @@ from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.runtime.channel import Announcement, Channel, hash_of
+from canzona_compile.runtime.error_board import ErrorBoard
 from canzona_compile.runtime.meeting import Meeting
 
 Details = Mapping[str, str]  # by topic
@@ -93,22 +94,19 @@ class Agreement:
 
     @property
     def name(self) -> str:
-        """What it concerns, with its number among those of its kind on these ranks."""
+        """What it concerns, with its number among those of its kind on these ranks; until it has one, the next one."""
         if self.channel is None:
             return self._what
-        return f"{self._what} {self._taken(self.channel.next_number)}"
+        return f"{self._what} {self.channel.users[self._what] if self._number is None else self._number}"
 
     def take_number(self) -> None:
         """Take a number for good, once all ranks are known to have the same optimizer or model in mind.
 
         After a planning that ranks entered with different optimizers, the next one begins with equal numbers again.
         """
-        if self.channel is not None:
-            self._number = self._taken(self.channel.number)
-
-    def _taken(self, otherwise: Any) -> int:
-        found: int = otherwise(self._what) if self._number is None else self._number
-        return found
+        if self.channel is not None and self._number is None:
+            self._number = self.channel.users[self._what]
+            self.channel.users[self._what] += 1
 
     @cached_property
     def meeting(self) -> Meeting | None:
@@ -117,7 +115,7 @@ class Agreement:
             return None
         self.take_number()
         store = PrefixStore(f"meet/{self.name}", self.channel.store)
-        return Meeting(store, self.ranks, self.channel.rank, self.channel.listen)
+        return Meeting(store, self.channel)
 
     def start(self, call: str, error: CanzonaError | None = None) -> Announcement | None:
         """Start to announce a call without details; see `Channel.start`. What was promised is completed first."""
@@ -165,8 +163,8 @@ class Agreement:
         return [own["text"] for own in self.compare(PLANNING, {"text": text}, error)]
 
     @property
-    def listeners(self) -> list[Channel]:
-        """What listens to other ranks; nothing if this rank is alone."""
+    def boards(self) -> list[ErrorBoard]:
+        """Where the other ranks tell of errors; nowhere if this rank is alone."""
         return [] if self.channel is None else [self.channel]
 
     def check(self) -> None:
@@ -175,7 +173,7 @@ class Agreement:
             self.channel.check()
 
     def on_its_way(self) -> contextlib.AbstractContextManager[None]:
-        """Inside this context collectives run that were announced, see `Channel.on_its_way`."""
+        """Inside this context collectives run that were announced, see `ErrorBoard.on_its_way`."""
         return contextlib.nullcontext() if self.channel is None else self.channel.on_its_way()
 
     def interrupt(self, error: BaseException) -> None:

@@ -10,24 +10,21 @@ From `MANY` ranks on, each row of a rectangle of ranks reduces, and then each co
 n has a divisor near its root. A rank then waits for all others where it starts an announcement.
 
 There is one channel for each set of ranks in a process. All optimizers and models on these ranks share it, so that two
-optimizers that are stepped in another order on some rank are found, too. An error on the way through a call *breaks*
-the channel: collectives may wait for partners that never come, and nobody that shares it may go on. The store, a
-key-value server, tells the others, who listen while they wait; one key of it says whether there is news. Nothing else
-is bound on these ranks then, because their process groups have collectives that never complete.
+optimizers that are stepped in another order on some rank are found, too. So is what they tell one another of errors,
+see `error_board`. Nothing is bound on these ranks once one of them failed on the way through a call, because their
+process groups have collectives that never complete.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import json
 import math
 import os
-import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -37,14 +34,12 @@ import torch.distributed as dist
 from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, default_store, host_group
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Ranks
-from canzona_compile.runtime.meeting import Attendance, pause_of
+from canzona_compile.runtime.error_board import ErrorBoard
 from canzona_compile.runtime.process_groups import own_name, timeout_of
 from canzona_compile.runtime.waiter import Waiter
 
-ROLL_CALL = timedelta(seconds=3)  # how long ranks have to answer after a collective failed; they listen every second
 MANY = 64  # ranks, see benchmarks/agreement.py
 ENDED = "look at the output of the ranks that do not answer: they ended or hang. Restart all ranks from a checkpoint"
-AGAIN = "restart all ranks from a checkpoint, or at least recreate their process groups"
 
 
 class Notice(NamedTuple):
@@ -94,9 +89,9 @@ class Announcement:
             return
         channel = self._channel
         with channel.on_its_way():
-            channel.watch.wait(self._work)
+            channel.wait(self._work)
             for stage in range(1, len(channel.groups)):
-                channel.watch.wait(channel.largest(self._values, stage))
+                channel.wait(channel.largest(self._values, stage))
             largest, smallest = self._values.tolist()
             if largest == -smallest:
                 self._answers = [self._entry.details] * len(channel.ranks)
@@ -130,45 +125,31 @@ class Announcement:
         return self._answers
 
 
-class Channel:
+class Channel(ErrorBoard):
     """Where a set of ranks announce what they are about to do. The constructor is a collective of these ranks.
 
     Attributes:
         groups: process groups of the host, for announcements alone: the user's groups may be in use in other threads.
             What all of them reduce, one after the other, is reduced over all ranks.
+        users: how many optimizers or models of a kind have taken a number. Ranks that make them in the same order give
+            them the same ones.
         under_way: who runs collectives of data on these ranks; the first one may start some.
         promised: those of which ranks have agreed that they complete collectives later, in their order; the values mean
             nothing.
     """
 
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
-        self.ranks, self.rank = ranks, dist.get_rank()
-        self.broken, self.announced = "", 0
+        super().__init__(ranks, dist.get_rank(), PrefixStore(own_name(ranks, "channels"), default_store()))
         self.under_way: list[Any] = []
         self.promised: weakref.WeakKeyDictionary[Promise, None] = weakref.WeakKeyDictionary()
-        self.watch = Waiter([self], torch.device("cpu"), ENDED, self._catch_up)
-        self._users: Counter[str] = Counter()
+        self._waiter = Waiter([self], torch.device("cpu"), ENDED)
+        self.users: Counter[str] = Counter()
         self._last: Announcement | None = None
-        self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
-        self._noted: dict[int, Any] = {}  # what the others noted, by rank
-        self._heard_of = 0  # how many notes this rank has read
-        self.store = PrefixStore(own_name(ranks, "channels"), default_store())
-        self._read: int = self.store.add("news", 0)  # how many news this rank has read
-        self._roll = Attendance(self.store, "here", ranks, self.rank)
         self.groups = [
             host_group(PrefixStore(f"gloo/{stage}/{members[0]}", self.store), members, self.rank, timeout)
             for stage, members in enumerate(stages(ranks, self.rank))
         ]
         _living.add(self)
-
-    def number(self, kind: str) -> int:
-        """Count one more user of a kind. Ranks that make them in the same order give them the same number."""
-        self._users[kind] += 1
-        return self._users[kind] - 1
-
-    def next_number(self, kind: str) -> int:
-        """The number that the next user of a kind gets."""
-        return self._users[kind]
 
     def largest(self, values: torch.Tensor, stage: int = 0) -> dist.Work:
         """Start to replace integers by their maxima over the ranks of one of the groups."""
@@ -176,6 +157,10 @@ class Channel:
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         work: dist.Work = self.groups[stage].allreduce([values], options)
         return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective of announcements, and complete meanwhile what others need of this rank before it."""
+        self._waiter.wait(work, self._catch_up)
 
     def gather(self, text: str) -> list[str]:
         """Gather a text from every rank. This is a collective."""
@@ -187,11 +172,11 @@ class Channel:
     def _gather(self, text: str, stage: int) -> list[str]:
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
         length = torch.tensor([len(data)], device="cpu")
-        self.watch.wait(self.largest(length, stage))
+        self.wait(self.largest(length, stage))
         padded = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
         found = [torch.empty_like(padded) for _ in range(self.groups[stage].size())]
-        self.watch.wait(self.groups[stage].allgather([found], [padded]))
+        self.wait(self.groups[stage].allgather([found], [padded]))
         return [bytes(own.tolist()).rstrip(b"\0").decode() for own in found]
 
     # -- announcements -------------------------------------------------------------------------------
@@ -204,10 +189,7 @@ class Channel:
         self.check()
         if self._last is not None:
             self._last.finish()
-        if self._notes:
-            self._note(None)
-        self._notes = {note for note in self._notes if note[0] == self.announced}  # no rank is later than this
-        self.announced += 1
+        self.count_call()
         self._last = Announcement(self, Notice(doing, str(error or ""), details), error)
         if len(self.groups) > 1:  # no thread starts the second stage for ranks that do other things before they ask
             self._last.finish()
@@ -226,101 +208,6 @@ class Channel:
     def _catch_up(self) -> None:
         for promise in list(self.promised):
             promise.catch_up()
-
-    def kept(self, key: str) -> str:
-        """What the store holds at a key; empty if nothing."""
-        return self.store.get(key).decode() if self.store.check([key]) else ""
-
-    # -- errors --------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise if an earlier call ended on its way."""
-        if self.broken:
-            raise CanzonaError(
-                f"an earlier step failed midway, so ranks may hold parameters of different steps: {self.broken}",
-                hint=AGAIN,
-            )
-
-    @contextlib.contextmanager
-    def on_its_way(self) -> Iterator[None]:
-        """Inside this context ranks communicate. Any error, an interrupt too, breaks the channel for all of them."""
-        try:
-            yield
-        except BaseException as error:
-            self.interrupt(error)
-            raise
-
-    def interrupt(self, error: BaseException) -> None:
-        """Break the channel because of an error of this rank, and tell the others."""
-        if self.broken:  # the others know
-            return
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"the step failed on rank {self.rank}: {type(error).__name__}: {text}"
-        self.fail(CanzonaError(problem, at=getattr(error, "at", None), hint=getattr(error, "hint", None)))
-
-    def fail(self, error: CanzonaError) -> None:
-        """Break the channel, and tell the others. The first error that is told stays."""
-        self.broken = self.broken or error.problem.splitlines()[0]
-        with contextlib.suppress(RuntimeError):  # the store may have died with its host
-            self.store.compare_set("broken", "", str(error))
-            self.store.add("news", 1)
-
-    def note(self, error: CanzonaError) -> None:
-        """Tell ranks of an error that changed nothing, if they wait for what this one announces next."""
-        note = (self.announced, str(error))
-        self._notes.add(note)
-        self._note(note)
-
-    def _note(self, note: tuple[int, str] | None) -> None:
-        """Keep what this rank notes where the others can find it; None takes it back."""
-        with contextlib.suppress(RuntimeError):  # the store may have died with its host
-            self.store.set(f"raised/{self.store.add('raised', 1)}", json.dumps([self.rank, note]))
-            self.store.add("news", 1)
-
-    def listen(self) -> None:
-        """Hear, while this rank waits, whether another one failed."""
-        try:
-            text = self._heard()
-        except RuntimeError as error:
-            text = str(
-                CanzonaError(f"cannot reach the store of the process group; the rank that hosts it has ended: {error}")
-            )
-        if text:
-            failure = RankMismatch(text)
-            self.broken = self.broken or failure.problem.splitlines()[0]
-            raise failure
-
-    def _heard(self) -> str:
-        """What another rank has told of an error; empty if none has."""
-        news: int = self.store.add("news", 0)
-        if news > self._read:
-            if self.store.check(["roll"]):
-                self._roll.come()
-            if broken := self.kept("broken"):
-                return broken
-            while text := self.kept(f"raised/{self._heard_of + 1}"):
-                rank, note = json.loads(text)
-                self._noted[rank] = note if rank != self.rank else None
-                self._heard_of += 1
-            self._read = news
-        for announced, text in filter(None, self._noted.values()):
-            # A rank that raised what this one did goes on as this one does.
-            if announced < self.announced and (announced, text) not in self._notes:
-                return str(text)
-        return ""
-
-    def absent(self) -> list[int]:
-        """After a collective failed, find the ranks that do not answer: they have ended, or hang."""
-        try:
-            self._roll.come()
-            self.store.set("roll", "1")
-            self.store.add("news", 1)
-            deadline = time.monotonic() + ROLL_CALL.total_seconds()
-            while not self._roll.complete and time.monotonic() < deadline:
-                time.sleep(pause_of(self.ranks))
-            return self._roll.missing()
-        except RuntimeError:  # the store died with its host
-            return []
 
 
 def stages(ranks: Ranks, rank: int) -> list[Ranks]:

@@ -16,17 +16,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
 from canzona_compile.compat.torch_private import Store
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Ranks
+from canzona_compile.runtime.error_board import Attendance, ErrorBoard, pause_of
 
 PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others, which may be writing weights meanwhile
 MET = "met"
-WORD = 60  # bits of an integer of the store that tell who has come
 
 
 class Purpose(NamedTuple):
@@ -37,39 +37,11 @@ class Purpose(NamedTuple):
     hint: str
 
 
-class Attendance:
-    """Who of some global ranks has come: a count, and a bit for each of them."""
-
-    def __init__(self, store: Store, key: str, ranks: Ranks, rank: int) -> None:
-        self._store, self._ranks, self._place = store, ranks, ranks.index(rank)
-        self._words = [f"{key}/{i}" for i in range(0, len(ranks), WORD)]
-        self._count, self._came = f"{key}/count", False
-        self.keys = [*self._words, self._count]
-
-    def come(self) -> bool:
-        """Say that this rank has come. Return whether it is the last one."""
-        if self._came:
-            return False
-        self._came = True
-        self._store.add(self._words[self._place // WORD], 1 << self._place % WORD)
-        return int(self._store.add(self._count, 1)) == len(self._ranks)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all have come."""
-        return int(self._store.add(self._count, 0)) == len(self._ranks)
-
-    def missing(self) -> list[int]:
-        """The ranks that have not come."""
-        words = [int(self._store.add(word, 0)) for word in self._words]
-        return [rank for i, rank in enumerate(self._ranks) if not words[i // WORD] >> i % WORD & 1]
-
-
 class Meeting:
-    """The meetings of some ranks, one after the other."""
+    """The meetings of the ranks that share a board, one after the other; who waits hears of errors there."""
 
-    def __init__(self, store: Store, ranks: Sequence[int], rank: int, hear: Callable[[], None]) -> None:
-        self.store, self.ranks, self.rank, self._hear = store, tuple(ranks), rank, hear
+    def __init__(self, store: Store, board: ErrorBoard) -> None:
+        self.store, self.ranks, self.rank, self._board = store, board.ranks, board.rank, board
         self._index = 0  # the number of the next meeting
         self._since = 0  # the number of the first meeting whose verdict may still be in the store
 
@@ -118,7 +90,7 @@ class Meeting:
         """Wait for the verdict of a meeting that this rank has come to."""
         deadline, pause = time.monotonic() + PATIENCE.total_seconds(), 0.0005
         while True:
-            self._hear()
+            self._board.listen()
             verdict = self._verdict()
             if str(self.rank) in verdict.split(", ") and not verdict.startswith(MET):
                 self.arrive(intent)  # the others gave up just before this rank came
@@ -162,11 +134,6 @@ class Meeting:
 
     def _key(self, name: int | str) -> str:
         return f"{self._index}/{name}"
-
-
-def pause_of(ranks: Ranks) -> float:
-    """For how many seconds a rank of these waits before it asks the store again, which answers all of them."""
-    return max(0.02, 1e-4 * len(ranks))
 
 
 def meet_all(intents: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: Purpose) -> None:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime.error_board import ErrorBoard
 from canzona_compile.runtime.held_works import waited
 from canzona_compile.runtime.process_groups import over_gloo
 
@@ -22,42 +22,28 @@ LEFT_THE_STEP = (
 )
 
 
-class Listener(Protocol):
-    """What hears of the errors of other ranks, and tells them of those of this one."""
-
-    def listen(self) -> None:
-        """Raise a CanzonaError if a collective that this rank waits for will not complete."""
-
-    def fail(self, error: CanzonaError) -> None:
-        """Tell the other ranks of an error after which no later step can work."""
-
-    def absent(self) -> list[int]:
-        """The ranks that do not answer, after a collective failed."""
-
-
 class Waiter:
     """Waits for the collectives of a step and listens meanwhile. Implements `program_ops.Watch`.
 
     Args:
+        boards: where the ranks of these collectives tell of errors.
         device: the device of the tensors that the collectives move.
     """
 
-    def __init__(
-        self,
-        listeners: Collection[Listener],
-        device: torch.device,
-        hint: str = LEFT_THE_STEP,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.listeners, self.device, self.hint, self._meanwhile = listeners, device, hint, meanwhile
+    def __init__(self, boards: Collection[ErrorBoard], device: torch.device, hint: str = LEFT_THE_STEP) -> None:
+        self.boards, self.device, self.hint = boards, device, hint
 
     @cached_property
     def on_host(self) -> bool:
         """Whether the host waits for collectives, and not a stream. It is asked once, since every step waits."""
         return self.device.type == "cpu" or over_gloo(self.device)
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective. Over gloo, and on the CPU, the host waits; elsewhere the current stream waits."""
+    def wait(self, work: dist.Work, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait for a collective. Over gloo, and on the CPU, the host waits; elsewhere the current stream waits.
+
+        Args:
+            meanwhile: called each time that patience ends.
+        """
         if not self.on_host:  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
             work.wait()
             return
@@ -72,26 +58,27 @@ class Waiter:
                 if work.is_completed() or time.monotonic() - begin < PATIENCE.total_seconds() / 2:
                     break
             self._listen()
-            self._meanwhile()
+            if meanwhile is not None:
+                meanwhile()
         try:
             work.wait()  # returns at once: the work succeeded as the timeout ran out, or this raises the reason
         except RuntimeError as error:
             self._listen()  # a rank that failed for a reason of its own has told it, and closed its connections
-            absent = sorted({rank for listener in self.listeners for rank in listener.absent()})
+            absent = sorted({rank for board in self.boards for rank in board.absent()})
             who = f"; no answer from rank {', '.join(map(str, absent))}" if absent else ""
             failure = CanzonaError(
                 f"a collective of this step failed{who}: {str(error).splitlines()[0]}",
                 hint=self.hint,
             )
-            for listener in self.listeners:
-                listener.fail(failure)
+            for board in self.boards:
+                board.fail(failure)
             raise failure from error
 
     def _listen(self) -> None:
         try:
-            for listener in self.listeners:
-                listener.listen()
+            for board in self.boards:
+                board.listen()
         except CanzonaError as error:
-            for listener in self.listeners:
-                listener.fail(error)
+            for board in self.boards:
+                board.fail(error)
             raise

@@ -153,7 +153,7 @@ class Agreements:
         return meeting
 
     def check(self) -> None:
-        """Raise if an earlier call failed on its way, see `Channel.check`."""
+        """Raise if an earlier call failed on its way, see `ErrorBoard.check`."""
         for channel in self._channels:
             channel.check()
 

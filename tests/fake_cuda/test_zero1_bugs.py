@@ -69,7 +69,7 @@ def replaced(owner: Any, name: str, value: Any) -> Mistake:
 class NoWaiter(Waiter):
     """Waits for nothing."""
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work, meanwhile: Callable[[], None] | None = None) -> None:
         pass
 
 

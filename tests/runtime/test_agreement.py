@@ -10,7 +10,7 @@ from canzona_compile.runtime.agreement import PLANNING, Agreement
 
 def test_a_rank_alone() -> None:
     alone = Agreement(None, "Muon optimizer")
-    assert (alone.ranks, alone.name, alone.meeting, alone.listeners) == ((), "Muon optimizer", None, [])
+    assert (alone.ranks, alone.name, alone.meeting, alone.boards) == ((), "Muon optimizer", None, [])
     assert alone.start("step()") is None
     assert alone.compare(PLANNING, {"plan": "a plan"}) == [{"plan": "a plan"}]
     assert alone.share("a text") == ["a text"]

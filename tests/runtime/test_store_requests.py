@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from canzona_compile.data_parallel.gathering import WaitingRanks
 from canzona_compile.errors import CanzonaError, RankMismatch
-from canzona_compile.runtime import channel, meeting
+from canzona_compile.runtime import channel, error_board, meeting
 from canzona_compile.runtime.channel import Channel
-from canzona_compile.runtime.meeting import Attendance, Meeting, Purpose
+from canzona_compile.runtime.error_board import Attendance
+from canzona_compile.runtime.meeting import Meeting, Purpose
 
 COUNTS = (8, 64, 1024)
 PURPOSE = Purpose("state_dict()", "because it does", "call it everywhere")
@@ -78,7 +79,7 @@ def test_news_are_read_once_and_heard_when_they_matter(ranks: Any) -> None:
 
 
 def test_the_roll_call_names_who_does_not_answer(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "ROLL_CALL", timedelta())
+    monkeypatch.setattr(error_board, "ROLL_CALL", timedelta())
     own, other = ranks(1024, 0, 1)
     own.absent()
     other.listen()
@@ -92,7 +93,10 @@ def test_the_roll_call_names_who_does_not_answer(ranks: Any, monkeypatch: pytest
 
 def meetings(count: int) -> tuple[Counted, list[Meeting]]:
     store: Any = Counted()
-    return store, [Meeting(store, range(count), rank, lambda: None) for rank in range(count)]
+    boards: list[Any] = [
+        SimpleNamespace(ranks=tuple(range(count)), rank=rank, listen=lambda: None) for rank in range(count)
+    ]
+    return store, [Meeting(store, board) for board in boards]
 
 
 @pytest.mark.parametrize("different", [False, True])
