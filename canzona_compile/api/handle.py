@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +268,8 @@ class Zero1Canzona(Canzona):
         self.zero1.synchronize()  # as long as nothing is given up
         super().release()
         for session in self.sessions:
-            self.zero1.release(session)
+            assert isinstance(session, OwnerSession)
+            self.zero1.release(session.member)
 
     def plan(self) -> PlanFile:
         """Owners, buckets and micro-groups of the whole model: all matrices, of all optimizers of the call of `zero1`.
@@ -284,11 +283,8 @@ class Zero1Canzona(Canzona):
 
         The arguments and errors are those of `Canzona.measure`.
         """
-        with self.sessions[0].turns.take("measure()"):
-            for session in self.sessions:
-                clock = session.measuring.begin(steps, session.device)
-                session.measuring.at_end = partial(Zero1.end_measure, weakref.proxy(self.zero1), clock)
-                self.zero1.measure(clock)
+        super().measure(steps)
+        self.zero1.measure(self.sessions[-1].measuring.clock)
 
     def clip_grad_norm_(
         self,

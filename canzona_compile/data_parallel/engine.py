@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.optimizer_class import HeldOptimizer, plain_class
 from canzona_compile.compat.torch_private import node_of_backward
 from canzona_compile.data_parallel.collectives import BucketMemory, DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.fragment import Filling, Fragment
@@ -31,7 +32,6 @@ from canzona_compile.ir.layout import laid_out_like
 from canzona_compile.runtime.agreement import Agreement, Details
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
-from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.variant_selection import described
 
 GatherAt = Literal["step", "forward"]
@@ -43,15 +43,23 @@ WHOLE_PARAMETERS = Purpose(
 )
 
 
-class Stepping(Protocol):
-    """What is asked of the session of an optimizer; see `OwnerSession`."""
+@dataclass(eq=False)
+class Member:
+    """An optimizer of the model.
 
-    optimizer: Optimizer
-    fragments: tuple[Fragment, ...]
-    group_of: dict[str, int]
-    measuring: Measuring
+    Attributes:
+        index: its position among those of the call of `zero1`, for messages.
+        group_of: by name of each of its parameters, the index of the group that it was planned in.
+    """
 
-    def state_text(self) -> str: ...
+    index: int
+    group_of: Mapping[str, int]
+    optimizer: HeldOptimizer = HeldOptimizer()  # noqa: RUF009 - a descriptor
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of its parameters."""
+        return frozenset(self.group_of)
 
 
 class Zero1:
@@ -74,8 +82,7 @@ class Zero1:
     ) -> None:
         self.filling, self.group, self.gather, self.agreement = filling, group, gather, agreement
         self.fragments, self.buckets = filling.fragments, filling.buckets
-        self._names: dict[Any, frozenset[str]] = {}  # by session, of the parameters of its optimizer
-        self._order: list[Stepping] = []  # of the optimizers, in messages
+        self.members: list[Member] = []  # the optimizers that are not unwrapped
         self._model = weakref.ref(model)
         # Gradients refer to it. The garbage collector does not see references from tensors, so it would keep all alive.
         engine: Zero1 = weakref.proxy(self)
@@ -106,58 +113,61 @@ class Zero1:
                 # Buckets under way hold values from before the load, and would overwrite it on other ranks.
                 self._hooks.append(module.register_load_state_dict_pre_hook(Hook(self.synchronize)))
 
-    def join(self, session: Stepping) -> None:
-        """Take in the session of an optimizer. Ranks do so in the same order."""
-        self._names[session] = frozenset(fragment.name for fragment in session.fragments)
-        self._order.append(session)
+    def join(self, optimizer: Optimizer, group_of: Mapping[str, int]) -> Member:
+        """Take in an optimizer, with the names and groups of its parameters. Ranks do so in the same order."""
+        self.members.append(Member(len(self.members), group_of, optimizer))
+        return self.members[-1]
 
-    def release(self, session: object) -> None:
+    def release(self, member: Member) -> None:
         """Leave out an optimizer that is unwrapped, and leave the model alone after the last one. A collective."""
         self.synchronize()
-        self._names.pop(session, None)
-        for hook in self._hooks if not self._names else ():
+        self.members = [own for own in self.members if own is not member]
+        for hook in self._hooks if not self.members else ():
             hook.remove()
-        for fragment in self.fragments.values() if not self._names else ():
+        for fragment in self.fragments.values() if not self.members else ():
             fragment.param.__dict__.pop(MARK, None)
 
     # -- around a step ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def around(self, session: Stepping) -> Iterator[None]:
+    def around(self, member: Member, state_text: Callable[[], str]) -> Iterator[None]:
         """The context of a step, which sees to the gradients before and to the parameters after it.
 
         In it, the session calls `begun` once it is certain that this rank can take the step.
+
+        Args:
+            state_text: says what users did to the state, and raises if ranks cannot do it alike.
         """
         self._state = ""
         self._announcing, self._agreed = False, False
         try:
-            self._state = session.state_text()
+            self._state = state_text()
             self._before()
             yield
-            self._after(session)
+            self._after(member)
         except BaseException as error:
             if self._agreed or not isinstance(error, Exception):
                 self.agreement.interrupt(error)
             elif not self._announcing:  # the other ranks must learn of it, and nothing has started
                 known = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-                self.begun(session, known)
+                self.begun(member, error=known)
             raise
         finally:
             self._agreed = False
 
-    def begun(self, session: Stepping, error: CanzonaError | None = None) -> None:
-        """Announce a step, and compare what ranks must have in common for it."""
+    def begun(self, member: Member, measured: str = "", error: CanzonaError | None = None) -> None:
+        """Announce a step, and compare what ranks must have in common for it, such as what was `measured` so far."""
         self._announcing = True
         scalings = self._scalings if self._scaled == self.reduction.number else []
         details = {
             "gradients": self._bare(),
             "scalings": "; ".join(scalings),
             "state": self._state,
-            "numbers": numbers_of(session.optimizer) + session.measuring.text,
+            "numbers": numbers_of(member.optimizer) + measured,
         }
-        index, kind = self._order.index(session), plain_class(session.optimizer).__name__
+        call = f"step() of optimizer {member.index} ({plain_class(member.optimizer).__name__})"
         try:
-            self.agreement.compare(f"step() of optimizer {index} ({kind})", details, error, self.gathering)
+            self.agreement.compare(call, details, error, self.gathering)
         except CanzonaError as found:
             if found is not error:
                 raise
@@ -200,16 +210,16 @@ class Zero1:
 
     def _check_params(self) -> None:
         """Raise unless the optimizers still have the parameters that buckets hold, each in its group."""
-        for session in (own for own in self._order if own in self._names):
-            groups = {id(p): g for g, group in enumerate(session.optimizer.param_groups) for p in group["params"]}
-            names = session.group_of.items()
+        for member in self.members:
+            groups = {id(p): g for g, group in enumerate(member.optimizer.param_groups) for p in group["params"]}
+            names = member.group_of.items()
             if moved := [name for name, g in names if groups.get(id(self.fragments[name].param)) != g]:
                 raise CanzonaError(
                     "the parameter is in another group of its optimizer, or in none, since zero1() was called",
                     at=some(moved),
                     hint="move parameters between groups and optimizers before zero1()",
                 )
-            for g, group in enumerate(session.optimizer.param_groups):
+            for g, group in enumerate(member.optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     if param.requires_grad and id(param) not in self._trained:
                         raise CanzonaError(
@@ -219,14 +229,14 @@ class Zero1:
                             hint="add or replace parameters, and set requires_grad, before zero1()",
                         )
 
-    def _after(self, session: Stepping) -> None:
+    def _after(self, member: Member) -> None:
         """Gather every bucket whose parameters have all been updated, or, to return them whole, all that were."""
         if not self.reduction.reduced:
             return
         present = self.reduction.present
-        updated = self._names[session] & present
+        updated = member.names & present
         if self.gather == "step":  # of a shared bucket, the part that this optimizer may have updated
-            own, part = self._names[session], self.filling.part
+            own, part = member.names, self.filling.part
             self._gather([part(i, own) for i, held in enumerate(self._held) if held & updated])
             return
         self._stepped = [done | held & updated for held, done in zip(self._held, self._stepped, strict=True)]
@@ -274,14 +284,9 @@ class Zero1:
                 hint="first call optimizer.canzona.synchronize() on all ranks",
             )
 
-    def measure(self, clock: StepClock) -> None:
-        """Let a clock note how long reductions and gathers take, in place of another one."""
+    def measure(self, clock: StepClock | None) -> None:
+        """Let a clock note how long reductions and gathers take, until it stops, in place of another one."""
         self.reduction.clock = self.gathering.clock = clock
-
-    def end_measure(self, clock: StepClock) -> None:
-        """End that, if it is this clock that notes."""
-        if self.gathering.clock is clock:
-            self.reduction.clock = self.gathering.clock = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, backward passes accumulate gradients on each rank and reduce nothing."""
@@ -293,8 +298,8 @@ class Zero1:
         """Scale the gradients of an optimizer, or of all, so that their norm is at most `max_norm`. A collective."""
         if self.reduction.under_way:
             self.reduction.finish()
-        number = next((i for i, session in enumerate(self._names) if session.optimizer is of), None)
-        names = self.fragments if number is None else [*self._names.values()][number]
+        number = next((i for i, member in enumerate(self.members) if member.optimizer is of), None)
+        names = self.fragments if number is None else self.members[number].names
         fragments = {name: own for name, own in self.fragments.items() if name in names}
         limit = max_norm if not isinstance(max_norm, Tensor) or max_norm.device.type == "cpu" else "a tensor"
         arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}, of={number}"

@@ -38,10 +38,7 @@ class OwnerSession(Session):
     Portable state is whole and the same on every rank.
 
     Args:
-        engine: what reduces gradients before a step, and gathers parameters after it. The session joins it.
-
-    Attributes:
-        group_of: by name, the index of the parameter group that each of them was planned in.
+        engine: what reduces gradients before a step, and gathers parameters after it. The optimizer joins it.
     """
 
     lost_in_copies: ClassVar[str] = "copies of an optimizer lose zero1, because a copy of the model has no buckets"
@@ -60,15 +57,13 @@ class OwnerSession(Session):
         super().__init__(capture.optimizer, options, capture=capture)
         self._engine: Zero1 = weakref.proxy(engine)  # which holds this session
         self._model_plan, self._bound = model_plan, bound
-        self.fragments = tuple(engine.fragments[name] for name in dict.fromkeys(b.name for b in bound.values()))
-        self.group_of = {b.name: b.param_group for b in bound.values()}
+        self.member = engine.join(self.optimizer, {b.name: b.param_group for b in bound.values()})
+        self.fragments = tuple(engine.fragments[name] for name in self.member.group_of)
         self._whole = whole
         self._loaded = 0  # how often whole state was loaded
         self._noticed = False  # whether the whole state that is there now is counted
         self._stepped = False  # whether the optimizer has state since
         self._apart = False  # whether `optimizer.state` holds the state of the doubles
-        self._with_user = True  # whether users have it
-        engine.join(self)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -78,7 +73,7 @@ class OwnerSession(Session):
             return super().take_step()
         if self._apart and not isinstance(self.optimizer.state, OwnedState):  # the user assigned it
             self.forget_plan()
-        with self._taken_back(), self._engine.around(self):
+        with self._taken_back(), self._engine.around(self.member, self.state_text):
             new = super().take_step()
         self._stepped = True
         if isinstance(self.optimizer.state, OwnedState):
@@ -90,7 +85,7 @@ class OwnerSession(Session):
         self._remove()
         driver = super().prepared()
         if not self._in_dummy_step:
-            self._engine.begun(self)
+            self._engine.begun(self.member, self.measuring.text)
         return driver
 
     def state_text(self) -> str:
@@ -116,11 +111,13 @@ class OwnerSession(Session):
     @contextlib.contextmanager
     def _taken_back(self) -> Iterator[None]:
         """Inside this context, users do not have `optimizer.state`."""
-        self._with_user = False
+        if isinstance(state := self.optimizer.state, OwnedState):
+            state.with_user = False
         try:
             yield
         finally:
-            self._with_user = True
+            if isinstance(state := self.optimizer.state, OwnedState):
+                state.with_user = True
 
     @contextlib.contextmanager
     def portable_state(self, purpose: str = "state_dict()") -> Iterator[None]:
@@ -147,7 +144,7 @@ class OwnerSession(Session):
         take_apart(self.optimizer, self.fragments)
         if not self._in_dummy_step and not isinstance(self.optimizer.state, OwnedState):
             names = {id(fragment.param): fragment.name for fragment in self.fragments}
-            self.optimizer.state = OwnedState(self.optimizer.state, names, lambda: self._with_user)
+            self.optimizer.state = OwnedState(self.optimizer.state, names)
         self._apart, self._noticed = True, False
         return super()._start()
 

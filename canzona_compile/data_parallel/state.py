@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -44,12 +44,13 @@ class OwnedState(defaultdict[Any, Any]):
     Users may remove the state of a parameter, but not read it, because only its owners hold it.
 
     Attributes:
+        with_user: whether users have it now, and no step and no checkpoint.
         removed: the names of the parameters whose state users removed.
     """
 
-    def __init__(self, own: Mapping[Any, Any], names: Mapping[int, str], with_user: Callable[[], bool]) -> None:
+    def __init__(self, own: Mapping[Any, Any], names: Mapping[int, str]) -> None:
         super().__init__(dict, own)
-        self._names, self._with_user, self.removed = names, with_user, set[str]()
+        self._names, self.with_user, self.removed = names, False, set[str]()
 
     def changed(self) -> set[str]:
         """The names of the parameters whose state users removed. Raises if they replaced the state of one."""
@@ -63,7 +64,7 @@ class OwnedState(defaultdict[Any, Any]):
         return self.removed | put.keys()
 
     def __contains__(self, key: object) -> bool:
-        elsewhere = self._with_user() and id(key) in self._names and self._names[id(key)] not in self.removed
+        elsewhere = self.with_user and id(key) in self._names and self._names[id(key)] not in self.removed
         return elsewhere or super().__contains__(key)
 
     def __missing__(self, key: Any) -> Any:
@@ -82,7 +83,7 @@ class OwnedState(defaultdict[Any, Any]):
         return self[key] if key in self else super().setdefault(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        if self._with_user() and id(key) in self._names and key in self:
+        if self.with_user and id(key) in self._names and key in self:
             self.removed.add(self._names[id(key)])
             default = (Removed(),)
         return super().pop(key, *default)
@@ -95,11 +96,11 @@ class OwnedState(defaultdict[Any, Any]):
         )
 
     def clear(self) -> None:
-        self.removed |= {*self._names.values()} if self._with_user() else set()
+        self.removed |= {*self._names.values()} if self.with_user else set()
         super().clear()
 
     def __bool__(self) -> bool:
-        return len(self) > 0 or (self._with_user() and len(self.removed) < len(self._names))
+        return len(self) > 0 or (self.with_user and len(self.removed) < len(self._names))
 
     def __reduce__(self) -> Any:  # a copy is a dict like any other
         return defaultdict, (dict, dict(self))

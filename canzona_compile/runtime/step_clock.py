@@ -91,10 +91,13 @@ class StepClock:
 
     Args:
         device: the device of the parameters.
+
+    Attributes:
+        stopped: whether `during` notes nothing any more, whoever still has this clock.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.stopped = device, False
         self._acts: list[str] = []  # that have begun and not ended, from the outside in
         self._turns: list[Turn] = []
         self._outer: list[tuple[Any, Any]] = []  # begin and end of what no other act holds
@@ -156,8 +159,8 @@ class StepClock:
 
 
 def during(clock: StepClock | None, act: str) -> AbstractContextManager[None]:
-    """A context in which a clock notes an act; without a clock it does nothing."""
-    return NOTHING if clock is None else clock.during(act)
+    """A context in which a clock notes an act; without one, or with one that stopped, it does nothing."""
+    return NOTHING if clock is None or clock.stopped else clock.during(act)
 
 
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.step import Step
-from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
+from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import OTHER, MeasuredStep, NotedStep, StepClock
-from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.session.portable_state import PortableState
 
 LAST_STEP = Purpose(
     "the last step of measure()",
@@ -101,21 +99,6 @@ def both_measured(one: Measurement | None, two: Measurement | None) -> Measureme
     return Measurement(one.device, ranks, busy.steps, busy.own)
 
 
-class MeasuredSession(Protocol):
-    """What is asked of a session that is measured; see `Session`."""
-
-    driver: StepDriver | None
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    def take_step(self) -> bool: ...
-    def telling(self) -> AbstractContextManager[None]: ...
-    def sharing(self) -> Mapping[Ranks, Callable[[str], list[str]]]: ...
-    def meeting_of(self, ranks: Ranks) -> Meeting: ...
-
-
 @dataclass(slots=True)
 class Measuring:
     """Measures the next steps of a session.
@@ -129,24 +112,23 @@ class Measuring:
     wanted: int = 0
     clock: StepClock | None = None
     found: Measurement | None = None
-    at_end: Callable[[], None] = lambda: None
     _taken: list[NotedStep] = field(default_factory=list)
     _steps: list[Step | None] = field(default_factory=list)
 
-    def begin(self, steps: int, device: torch.device) -> StepClock:
+    def begin(self, steps: int, device: torch.device) -> None:
         """Measure the next steps, and forget what was measured before."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise CanzonaError(f"steps is {steps!r}, not a positive integer", at="measure()", hint="5 steps are enough")
         self.end()
         self.wanted, self.found = steps, None
         self.clock = StepClock(device)
-        return self.clock
 
     def end(self) -> None:
         """Stop to measure."""
+        if self.clock is not None:
+            self.clock.stopped = True
         self.wanted, self.clock = 0, None
         self._taken, self._steps = [], []
-        self.at_end()
 
     @property
     def text(self) -> str:
@@ -157,8 +139,8 @@ class Measuring:
         """Add what is measured to the numbers that ranks compare before a step."""
         return {ranks: f"{text}{self.text}" for ranks, text in numbers.items()} if self.wanted else numbers
 
-    def step(self, session: MeasuredSession) -> bool:
-        """Take a step and measure it. After the last one ranks exchange figures, which is a collective.
+    def step(self, session: PortableState, take_step: Callable[[], bool]) -> bool:
+        """Take a step of a session and measure it. After the last one ranks exchange figures, which is a collective.
 
         The first step does not count, because it makes the plan. A later one that plans again does: under ZeRO-1 ranks
         plan again on steps of their own, and have to measure equally many. An error ends measuring.
@@ -171,7 +153,7 @@ class Measuring:
                 driver.last.executor.timed()  # made before the step, because its time does not belong to the step
         try:
             with clock.during(OTHER):
-                new = session.take_step()
+                new = take_step()
             taken = clock.take()
             ran = None if session.driver is None else session.driver.last
             if driver is not None:
@@ -188,7 +170,7 @@ class Measuring:
                 session.driver.clock = None
         return new
 
-    def _exchange(self, session: MeasuredSession) -> None:
+    def _exchange(self, session: PortableState) -> None:
         """Bring the figures of all ranks together."""
         assert self.clock is not None
         read = self.clock.read(self._taken)

@@ -20,6 +20,7 @@ from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.step import Task
+from canzona_compile.replica.raised import failed_on
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import current_device, distributed
 from canzona_compile.session.agreements import Agreements
@@ -150,6 +151,17 @@ class PortableState:
         """Return the meetings of some ranks with which this rank shares state."""
         assert self._agreements is not None
         return self._agreements.meeting_of(ranks)
+
+    @contextlib.contextmanager
+    def telling(self, driver: StepDriver | None = None) -> Iterator[None]:
+        """Inside this context, ranks communicate. An error ends that for good, and the others hear of it."""
+        try:
+            yield
+        except BaseException as error:  # an interrupt leaves other ranks waiting as well
+            driver = driver or self.driver
+            if driver is not None and driver.shares and self._agreements is not None:
+                self._agreements.fail(failed_on(self.rank, error))
+            raise
 
     def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
         """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each.

@@ -51,12 +51,11 @@ class BoundProgram:
 class ProgramCache:
     """Programs by their keys. All of them share one set of slots, because only one runs at a time."""
 
-    def __init__(self, make: Callable[[ProgramKey, SharedSlots], BoundProgram]) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._memory = SharedSlots()
         self._programs: OrderedDict[ProgramKey, BoundProgram] = OrderedDict()
 
-    def get(self, key: ProgramKey) -> BoundProgram:
+    def get(self, key: ProgramKey, make: Callable[[ProgramKey, SharedSlots], BoundProgram]) -> BoundProgram:
         """Return the program of a key; make it now if the cache does not hold it.
 
         The program becomes the most recently used one. If the cache holds more than `MOST_PROGRAMS` then, it drops
@@ -64,7 +63,7 @@ class ProgramCache:
         """
         program = self._programs.get(key)
         if program is None:
-            program = self._make(key, self._memory)
+            program = make(key, self._memory)
             for other in self:
                 other.executor.follow()
             self._programs[key] = program

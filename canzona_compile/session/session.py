@@ -22,7 +22,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
-from canzona_compile.replica.raised import failed_on, first_line, note_rank
+from canzona_compile.replica.raised import first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
@@ -93,7 +93,7 @@ class Session(PortableState):
             figures were measured.
         """
         with self.turns.take():
-            return self.measuring.step(self) if self.measuring.wanted else self.take_step()
+            return self.measuring.step(self, self.take_step) if self.measuring.wanted else self.take_step()
 
     def take_step(self) -> bool:
         """Do what `step` does, and measure nothing else."""
@@ -217,17 +217,6 @@ class Session(PortableState):
         """Ranks that share tasks did not agree on a step: all of them plan again."""
         self._plans_anew = True
         self.capture.forget_kinds()  # captures for a step that other ranks did not take have different names
-
-    @contextlib.contextmanager
-    def telling(self, driver: StepDriver | None = None) -> Iterator[None]:
-        """Inside this context, ranks communicate. An error ends that for good, and the others hear of it."""
-        try:
-            yield
-        except BaseException as error:  # an interrupt leaves other ranks waiting as well
-            driver = driver or self.driver
-            if driver is not None and driver.shares and self._agreements is not None:
-                self._agreements.fail(failed_on(self.rank, error))
-            raise
 
     def look(self) -> Found:
         """Find out what the step has to do, or why it cannot begin."""

@@ -114,7 +114,7 @@ class StepDriver:
         self._cells = Cells(self.store)
         sources = Sources(device, groups, watch, self.store, self.variants, self._cells)
         self.maker = ProgramMaker(options, observers, self.store, sources)
-        self.programs = ProgramCache(self.maker.of_variants)
+        self.programs = ProgramCache()
         self.first_buffers = 0
         self.last: BoundProgram | None = None
         self.clock: StepClock | None = None
@@ -290,7 +290,7 @@ class StepDriver:
 
     def _program(self, names: Names) -> BoundProgram:
         """Return the program in which these tasks take the chosen variants; make it if it is new."""
-        program = self.last = self.programs.get(ProgramKey(names, self._assignment))
+        program = self.last = self.programs.get(ProgramKey(names, self._assignment), self.maker.of_variants)
         return program
 
     def _first_steps(self, fresh: Names) -> None:

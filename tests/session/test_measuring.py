@@ -230,7 +230,7 @@ def zero1_figures() -> Any:
     train_zero1(model, optimizers, 2)
     handle.measure(3)
     train_zero1(model, optimizers, 3)
-    assert handle.zero1.reduction.clock is None
+    assert handle.zero1.reduction.clock.stopped
     return handle.report().to_dict()["measured"]
 
 

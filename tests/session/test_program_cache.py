@@ -34,46 +34,43 @@ class Maker:
 
 
 def test_a_program_is_made_once() -> None:
-    maker = Maker()
-    cache = ProgramCache(maker)
-    first = cache.get(key("a", "b"))
-    assert cache.get(key("a", "b")) is first
+    cache, maker = ProgramCache(), Maker()
+    first = cache.get(key("a", "b"), maker)
+    assert cache.get(key("a", "b"), maker) is first
     assert (len(cache), maker.made) == (1, [key("a", "b")])
 
 
 def test_other_tasks_and_other_variants_are_other_programs() -> None:
-    maker = Maker()
-    cache = ProgramCache(maker)
+    cache, maker = ProgramCache(), Maker()
     keys = [key("a", "b"), key("a"), key("a", "b", label=1)]
-    assert len({id(cache.get(k)) for k in keys}) == 3
+    assert len({id(cache.get(k, maker)) for k in keys}) == 3
     assert [program.step for program in cache] == keys
 
 
 def test_the_least_recently_used_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "MOST_PROGRAMS", 2)
-    maker = Maker()
-    cache = ProgramCache(maker)
+    cache, maker = ProgramCache(), Maker()
     for name in ("a", "b", "a", "c"):  # b was used before a
-        cache.get(key(name))
+        cache.get(key(name), maker)
     assert [program.step for program in cache] == [key("a"), key("c")]
-    cache.get(key("a"))
+    cache.get(key("a"), maker)
     assert maker.made == [key("a"), key("b"), key("c")]
-    cache.get(key("b"))
+    cache.get(key("b"), maker)
     assert maker.made == [key("a"), key("b"), key("c"), key("b")]
     assert len(cache) == 2
 
 
 def test_slots_are_shared_and_counted_once() -> None:
-    cache = ProgramCache(Maker())
-    large, small = cache.get(key("a", "b")), cache.get(key("c"))
+    cache, maker = ProgramCache(), Maker()
+    large, small = cache.get(key("a", "b"), maker), cache.get(key("c"), maker)
     assert any(slot is small.executor.slots[0] for slot in large.executor.slots)
     assert cache.buffer_sizes == [10, 10]
 
 
 def test_forgotten_programs_give_up_their_slots() -> None:
-    cache = ProgramCache(Maker())
-    before = cache.get(key("a")).executor.slots
+    cache, maker = ProgramCache(), Maker()
+    before = cache.get(key("a"), maker).executor.slots
     cache.forget()
     assert (len(cache), cache.buffer_sizes) == (0, [])
-    after = cache.get(key("a")).executor.slots
+    after = cache.get(key("a"), maker).executor.slots
     assert after[0] is not before[0]
