@@ -19,8 +19,8 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step
 from canzona_compile.replica.raised import freed_on_error
+from canzona_compile.session.planning import Siblings
 from canzona_compile.session.session import Session, all_ready
-from canzona_compile.session.siblings import Siblings
 
 
 class MemberCanzona(Canzona):
@@ -59,8 +59,6 @@ class ChainCanzona(Canzona):
     def _plan_together(self) -> None:
         """Let the sessions choose owners together."""
         self._siblings = Siblings(self.sessions)
-        for session in self.sessions:
-            session.siblings = self._siblings
 
     @property
     def sessions(self) -> list[Session]:

@@ -17,7 +17,7 @@ from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import OTHER, MeasuredStep, NotedStep, StepClock
-from canzona_compile.session.portable_state import PortableState
+from canzona_compile.session.planning import PlannedSession
 
 LAST_STEP = Purpose(
     "the last step of measure()",
@@ -139,7 +139,7 @@ class Measuring:
         """Add what is measured to the numbers that ranks compare before a step."""
         return {ranks: f"{text}{self.text}" for ranks, text in numbers.items()} if self.wanted else numbers
 
-    def step(self, session: PortableState, take_step: Callable[[], bool]) -> bool:
+    def step(self, session: PlannedSession, take_step: Callable[[], bool]) -> bool:
         """Take a step of a session and measure it. After the last one ranks exchange figures, which is a collective.
 
         The first step does not count, because it makes the plan. A later one that plans again does: under ZeRO-1 ranks
@@ -170,7 +170,7 @@ class Measuring:
                 session.driver.clock = None
         return new
 
-    def _exchange(self, session: PortableState) -> None:
+    def _exchange(self, session: PlannedSession) -> None:
         """Bring the figures of all ranks together."""
         assert self.clock is not None
         read = self.clock.read(self._taken)

@@ -24,7 +24,6 @@ from canzona_compile.replica.raised import failed_on
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import current_device, distributed
 from canzona_compile.session.agreements import Agreements
-from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.state import StateStore, restoring
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.session.turns import Turns
@@ -113,7 +112,6 @@ class PortableState:
 
     Attributes:
         driver: takes the steps of the current plan; None before the first step and after `release`.
-        siblings: plans the optimizers of a chain together; None if this one is in no chain.
         turns: lets one call at a time work on the optimizer; those of a chain share it.
     """
 
@@ -122,7 +120,6 @@ class PortableState:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.driver: StepDriver | None = None
-        self.siblings: Siblings | None = None
         self.turns = Turns()
         self._agreements: Agreements | None = None
         self._consolidated: Consolidated | None = None
@@ -162,16 +159,6 @@ class PortableState:
             if driver is not None and driver.shares and self._agreements is not None:
                 self._agreements.fail(failed_on(self.rank, error))
             raise
-
-    def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
-        """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each.
-
-        In a chain, those with which any of its optimizers does: an elementwise one shares none by itself.
-        """
-        assert self._agreements is not None
-        drivers = [self.driver] if self.siblings is None else self.siblings.drivers
-        found = [ranks for driver in drivers if driver is not None for ranks in driver.numbers()]
-        return {ranks: self._agreements.of(ranks).share for ranks in dict.fromkeys(found)}
 
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""

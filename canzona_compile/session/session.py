@@ -14,14 +14,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.garbage import seldom_collected
-from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL
 from canzona_compile.errors import CanzonaError, problem_of
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.options import Options
-from canzona_compile.ir.pipeline import Observer, PassHistory
-from canzona_compile.ir.plan_file import PlanFile
-from canzona_compile.ir.step import Step
 from canzona_compile.replica.raised import first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
@@ -29,14 +25,15 @@ from canzona_compile.runtime.process_groups import Groups, current_device, distr
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.runtime.streams import check_not_capturing
 from canzona_compile.session.agreements import Agreements
-from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
+from canzona_compile.session.bind import meshes_of, replica_ranks
 from canzona_compile.session.checkpoints import is_dummy_step, undone
 from canzona_compile.session.measuring import Measuring
-from canzona_compile.session.params import check_differentiable, check_params, named_params, notice_data_parallel
-from canzona_compile.session.plan import BoundParam, Plan, make_plan, proposed_capacity, whole
-from canzona_compile.session.portable_state import PortableState, given_back_on_error
+from canzona_compile.session.params import check_differentiable
+from canzona_compile.session.plan import Plan, proposed_capacity
+from canzona_compile.session.planning import PlannedSession
+from canzona_compile.session.portable_state import given_back_on_error
 from canzona_compile.session.step_driver import ChangeKind, StepChange, StepDriver
-from canzona_compile.views.given_layout import check_marked, shardings_of
+from canzona_compile.views.given_layout import shardings_of
 
 
 class Found(NamedTuple):
@@ -51,15 +48,13 @@ class Found(NamedTuple):
         return self.change is not None and self.change.kind is ChangeKind.REPLAN
 
 
-class Session(PortableState):
+class Session(PlannedSession):
     """Steps a wrapped optimizer.
 
     Nothing is bound before the first step, so until then parameters may be replaced and no rank waits for another.
 
     Attributes:
-        observers: callables that see every pass, see `ir.pipeline`; users may add their own.
         has_dummy_state: whether `optimizer.state` holds the state of a dummy step.
-        shared: the sets of ranks with which the last plan shares tasks; None if there was no plan yet.
     """
 
     lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
@@ -67,23 +62,13 @@ class Session(PortableState):
     may_move_owners: ClassVar[bool] = True  # whether its options decide which rank owns which matrix
 
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "", capture: Capture | None = None) -> None:
-        super().__init__(optimizer)
-        self.options, self.lost = options, lost
-        self.capture = capture or Capture(optimizer, options.one_per_matrix)
+        super().__init__(optimizer, options, capture)
+        self.lost = lost
         self.groups = Groups()
-        self.observers: list[Observer] = []
-        self.number = 0
         self.measuring = Measuring()
         self.has_dummy_state = False
-        self.shared: tuple[Ranks, ...] | None = None
-        self._in_dummy_step = False  # whether this is a dummy step
         self._ready: StepDriver | None = None  # takes the next step, which all ranks have agreed on
         self._plans_anew = False  # whether ranks did not agree on the last step, so that all of them plan again
-
-    @property
-    def named(self) -> list[tuple[str, int, torch.Tensor]]:
-        """The parameters with their names and the indices of their groups, see `named_params`."""
-        return named_params(self.optimizer, self.options.names, self.options.prefix)
 
     def step(self) -> bool:
         """Update all parameters once, and measure that if it is wanted.
@@ -102,11 +87,6 @@ class Session(PortableState):
             return False
         with self.ready() as driver, self.telling():
             return driver.step() and driver.last is not None
-
-    @property
-    def optimizer_name(self) -> str:
-        """The name of the class of the optimizer, as the user wrote it."""
-        return plain_class(self.optimizer).__name__
 
     def takes_dummy_step(self) -> bool:
         """Tell whether torch.distributed.checkpoint takes the next step, see `is_dummy_step`."""
@@ -265,9 +245,8 @@ class Session(PortableState):
         agreements = self._agreements = self._agreements or Agreements(self.groups, device, self.optimizer)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         if self.shared is not None:  # only ranks that share tasks have announced that they plan again
-            together = [self] if self.siblings is None else self.siblings.sessions
-            members = {ranks for session in together for ranks in session.shared or ()}
-        text = "" if self.siblings is None else self.siblings.text
+            members = {ranks for session in self.siblings.sessions for ranks in session.shared or ()}
+        text = self.siblings.text
         agreements.report(members, error, f"{text} state={self.options.state}" if self.options.state else text)
         (plan,) = found
         if self.shared is not None:
@@ -278,9 +257,8 @@ class Session(PortableState):
             with self.telling(driver):
                 has = driver.begin()
             agreements.report(members, problem_of(driver.check))
-            sessions = (self,) if self.siblings is None else self.siblings.sessions
             free = free_memory(self.device) if plan.owned.machine.device == "cuda" else None
-            proposed = proposed_capacity([self.options, *(s.options for s in sessions)], free)
+            proposed = proposed_capacity([self.options, *(s.options for s in self.siblings.sessions)], free)
             agreed = agreements.compare(plan.owned, self.options.text, has, proposed)
             self.options = driver.maker.options = replace(self.options, agreed=agreed or self.options.agreed)
             if not self._in_dummy_step:  # a checkpoint may be loaded after it and make the copies equal
@@ -295,61 +273,6 @@ class Session(PortableState):
         if not isinstance(error, CanzonaError):  # the other ranks may wait for a collective that no rank joins any more
             with contextlib.suppress(BaseException), self.telling(driver):
                 raise error
-
-    def exchanged(self) -> Binder:
-        """Make what binds the parameters. This is a collective if some of them are plain fragments.
-
-        It comes before anything that may raise, because other ranks wait for it.
-        """
-        return Binder(self.optimizer, self.options, self.capture).exchanged()
-
-    def bind(self, binder: Binder, refused: dict[str, CanzonaError] | None = None) -> list[BoundParam]:
-        """Bind the parameters.
-
-        Args:
-            refused: gets the errors of single parameters, by name, which are not bound then; None to raise them.
-        """
-        check_differentiable(self.optimizer)
-        check_params(self.named, refused)
-        bound = binder.bind(refused)
-        together = (self,) if self.siblings is None else self.siblings.sessions
-        groups = (group for session in together for group in session.optimizer.param_groups)
-        check_marked(self.options.layout, (param for group in groups for param in group["params"]))
-        return bound
-
-    def bind_and_plan(self) -> Plan:
-        """Bind the parameters and plan their updates."""
-        siblings = None if self._in_dummy_step else self.siblings
-        binders = {self: self.exchanged()} if siblings is None else siblings.exchanged(self)
-        bound = self.bind(binders[self])
-        owned_as = None if siblings is None else siblings.owned(self, bound, binders)
-        alone = self.siblings is None  # in a dummy step, others of a chain are not bound
-        plan = make_plan(bound, self.optimizer_name, self.options, self.observers, owned_as, complete=alone)
-        if self.number == 1 and self.options.replicate is None:
-            notice_data_parallel(plan.owned, [param for _, _, param in self.named])
-        if self.options.plan is not None and owned_as is None:
-            self.options.plan.check_followed(whole(plan, self.options))
-        return plan
-
-    def last(self) -> tuple[Step, PassHistory]:
-        """Return the emitted step that the next `step()` runs if nothing changes, and the passes that made it."""
-        if self.driver is None or self.driver.last is None:
-            raise CanzonaError("there is no plan yet", hint="call step() once; the first step makes the plan")
-        return self.driver.last.step, self.driver.last.history
-
-    def reported(self) -> Step:
-        """Return the scheduled step that the report shows: the one that the next `step()` runs."""
-        return self.last()[0]
-
-    def plan(self) -> PlanFile:
-        """Return the decisions of the current plan, for all of its matrices.
-
-        Raises:
-            CanzonaError: no step was taken yet.
-        """
-        self.last()
-        assert self.driver is not None
-        return PlanFile.of(whole(self.driver.plan, self.options))
 
     def leave(self) -> None:
         """Put what the unwrapped optimizer would hold into its state, and drop the plan, once all ranks have met."""
