@@ -129,7 +129,7 @@ class Iterations:
         work = sum(own.backward + own.copied + own.reduced.moved + own.reduced.latency for own in loads)
         gathers = [replace(own, forward=0.0) for own in loads]
         gathering = sum(own.copied + own.gathered.moved + own.gathered.latency for own in loads)
-        played = simulate(self.optimizer.canzona.session.reported(), hardware)
+        played = simulate(self.optimizer.canzona.reported(), hardware)
         step = Prediction(played.seconds, statistics.fmean(rank.compute for rank in played.ranks))
         computing = sum(own.forward for own in loads)
         if self.gather == "forward":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
@@ -21,13 +22,14 @@ from canzona_compile.ir.fx_utils import graph_module
 from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
-from canzona_compile.ir.sequence import names_in_sequence
+from canzona_compile.ir.sequence import in_sequence, names_in_sequence
 from canzona_compile.ir.step import Step
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.report.pass_table import PassTable
 from canzona_compile.report.run_facts import facts_of_all, with_matrices
-from canzona_compile.session.session import Session
+from canzona_compile.session.planning import Siblings
+from canzona_compile.session.session import Session, all_ready
 
 STAGES = ("captured", "placed", "program")
 
@@ -36,24 +38,35 @@ log = logging.getLogger(__name__)
 
 @calls_outside_dynamo
 class Canzona:
-    """Graphs, passes, plan and report of a wrapped optimizer. Before the first step only `explain` works.
+    """Graphs, passes, plan and report of a wrapped optimizer, or of several as one: those of a chain or of a container.
 
-    Args:
-        session: takes the steps.
+    Before the first step only `explain` works. A report and a plan are those of the matrices of all optimizers.
 
     Attributes:
-        session: takes the steps; users add observers of passes to `session.observers`.
+        sessions: take the steps of the optimizers, in their order.
+        parts: what each of several optimizers has as `.canzona`; empty for one.
         chain: the wrapped chain that the optimizer is part of, as a weak reference, which is called.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    looks_ahead: ClassVar[bool] = True  # whether several optimizers plan together, and all before the first one steps
+
+    def __init__(self, sessions: Sequence[Session], parts: Sequence[Canzona] = ()) -> None:
+        self.sessions, self.parts = sessions, tuple(parts)
         self.chain: Callable[[], Any] = lambda: None
+        self._has_news = False  # whether a part had something to tell that this has not told yet
+        for session in sessions:
+            session.turns = sessions[0].turns
+        if parts and self.looks_ahead:
+            Siblings(sessions)
 
     @property
-    def sessions(self) -> list[Session]:
-        """What takes the steps; a chain has one for each of its optimizers."""
-        return [self.session]
+    def session(self) -> Session:
+        """What takes the steps, of several optimizers those of the first; users add to its `observers` of passes."""
+        return self.sessions[0]
+
+    def together(self, parts: Sequence[Any]) -> Canzona:
+        """Make the handle of several optimizers of which this and others are the handles."""
+        return Canzona([part.session for part in parts], parts)
 
     def release(self) -> None:
         """Leave the optimizer as it would be if it had never been wrapped. A collective if owners hold state.
@@ -61,7 +74,7 @@ class Canzona:
         Raises:
             CanzonaError: a rank that this needs does not call it, too. Nothing was changed then.
         """
-        with self.sessions[0].turns.take("release() or unwrap"):
+        with self.session.turns.take("release() or unwrap"):
             for session in self.sessions:
                 session.meet("release() or unwrap")
             for session in self.sessions:
@@ -140,12 +153,13 @@ class Canzona:
         return PassTable(with_matrices(self.sessions).last()[1].records)
 
     def reported(self) -> Step:
-        """The scheduled step that the report shows: the one that the next `step()` runs.
+        """The scheduled step that the report shows: what the next `step()` runs, one optimizer after the other.
 
         Raises:
             CanzonaError: there was no step yet.
         """
-        return self.session.reported()
+        steps = [session.last()[0] for session in self.sessions]
+        return in_sequence(steps) if self.parts else steps[0]
 
     def plan(self) -> PlanFile:
         """Owners and micro-groups, to be saved (`to_json`) and followed by another run: wrap(..., plan=).
@@ -153,7 +167,8 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return self.session.plan()
+        siblings, options = self.session.siblings, self.session.options
+        return PlanFile.of(siblings.scheduled(options)) if len(self.sessions) > 1 else self.session.plan()
 
     def report(self) -> Report:
         """The schedule, for people (rich prints it) and machines (`to_json()`).
@@ -161,7 +176,7 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        with self.sessions[0].turns.lock:
+        with self.session.turns.lock:
             return make_report(self.reported(), facts_of_all(self.sessions))
 
     def measure(self, steps: int = 5) -> None:
@@ -176,24 +191,46 @@ class Canzona:
         Raises:
             CanzonaError: `steps` is not positive.
         """
-        with self.sessions[0].turns.take("measure()"):
+        with self.session.turns.take("measure()"):
             for session in self.sessions:
                 session.measuring.begin(steps, session.device)
 
     def explain(self) -> Explanation:
         """Per parameter: compiled, eager, local or refused, and why; see `canzona_compile.explain`."""
-        with self.sessions[0].turns.lock:
+        with self.session.turns.lock:
             return explain_all(self.sessions)
 
     def shown(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the context of a step: rank 0 shows on a terminal what the first one does, if that takes a second."""
-        first = any(session.driver is None for session in self.sessions) and self.sessions[0].rank == 0
-        return shown("canzona, first step", patience=SOON) if first else contextlib.nullcontext()
+        """Make the context of a step: rank 0 shows on a terminal what the first one does, if that takes a second.
+
+        A chain shows what those of its optimizers do.
+        """
+        first = any(session.driver is None for session in self.sessions) and self.session.rank == 0
+        tells = first and self.chain() is None
+        return shown("canzona, first step", patience=SOON) if tells else contextlib.nullcontext()
 
     def log_headline(self) -> None:
-        """Log one line about the plan at work, on rank 0 alone."""
-        if self.sessions[0].rank == 0 and log.isEnabledFor(logging.INFO):  # a report of a thousand ranks takes seconds
+        """Log one line about the plan at work, on rank 0 alone; a chain does it for its optimizers."""
+        if (chain := self.chain()) is not None:
+            chain.canzona._has_news = True
+        elif self.session.rank == 0 and log.isEnabledFor(logging.INFO):  # a report of a thousand ranks takes seconds
             log.info("%s", headline(self.report()))
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside this context all optimizers take a step. What one of them refuses, none has begun.
+
+        Each optimizer finds out at its own turn under ZeRO-1, and if its hooks change what its step does.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.session.turns.take())
+            stack.enter_context(self.shown())
+            if self.looks_ahead and not any(session.takes_dummy_step() for session in self.sessions):
+                stack.enter_context(all_ready(self.sessions))
+            yield
+        if self._has_news:
+            self._has_news = False
+            self.log_headline()
 
     def dump(self, directory: str | Path) -> Path:
         """Write every form of the step, the generated code, the plan and the report to files.
@@ -207,7 +244,7 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        folder, report = Path(directory) / f"rank{self.sessions[0].rank}", self.report()
+        folder, report = Path(directory) / f"rank{self.session.rank}", self.report()
         self.dump_step(folder)
         (folder / "plan.json").write_text(self.plan().to_json())
         (folder / "report.json").write_text(report.to_json())
@@ -215,7 +252,11 @@ class Canzona:
         return folder
 
     def dump_step(self, folder: Path) -> None:
-        """Write every form of the step and the generated code to files in a folder."""
+        """Write every form of the step and the generated code to files in a folder, or in one per optimizer."""
+        for i, part in enumerate(self.parts):
+            part.dump_step(folder / f"{i}_{part.session.optimizer_name}")
+        if self.parts:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         for i, record in enumerate(self.passes().records):
             if i == 0:
@@ -251,32 +292,44 @@ class PlacedModule(nn.Module):
 class Zero1Canzona(Canzona):
     """`optimizer.canzona` of an optimizer under ZeRO-1: what `wrap` gives, and what is done to all gradients.
 
-    Args:
-        session: takes the steps.
-
     Attributes:
         zero1: the buckets of the model and their collectives; all optimizers of one call share it.
         model_plan: the plan of the model, which they share too.
     """
 
-    def __init__(self, session: OwnerSession, zero1: Zero1, model_plan: ModelPlan) -> None:
-        super().__init__(session)
+    looks_ahead = False  # `zero1` has planned the whole model, and each optimizer announces its own step
+    sessions: Sequence[OwnerSession]
+
+    def __init__(
+        self, sessions: Sequence[OwnerSession], zero1: Zero1, model_plan: ModelPlan, parts: Sequence[Canzona] = ()
+    ) -> None:
+        super().__init__(sessions, parts)
         self.zero1, self.model_plan = zero1, model_plan
+
+    def together(self, parts: Sequence[Any]) -> Canzona:
+        return Zero1Canzona([part.session for part in parts], self.zero1, self.model_plan, parts)
 
     def release(self) -> None:
         """Leave the optimizer as it would be without `zero1`, and the model too after the last one. A collective."""
         self.zero1.synchronize()  # as long as nothing is given up
         super().release()
         for session in self.sessions:
-            assert isinstance(session, OwnerSession)
             self.zero1.release(session.member)
+
+    def reported(self) -> Step:
+        """The scheduled step of all optimizers on all ranks, with the buckets."""
+        for session in self.sessions:
+            session.last()
+        found = self.model_plan.scheduled(self.session.options)
+        kinds = [session.optimizer_name for session in self.sessions]  # the plan names those with matrices
+        return replace(found, optimizer="+".join(kinds)) if self.parts else found
 
     def plan(self) -> PlanFile:
         """Owners, buckets and micro-groups of the whole model: all matrices, of all optimizers of the call of `zero1`.
 
         `canzona_compile.plan(model, mesh={"dp": ...}, optimizer=..., updates="zero1")` has the same fingerprint.
         """
-        return PlanFile.of(self.model_plan.scheduled(self.sessions[0].options))
+        return PlanFile.of(self.model_plan.scheduled(self.session.options))
 
     def measure(self, steps: int = 5) -> None:
         """Time the next steps of the optimizer, and the reductions and gathers of the whole model around them.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.api.chain import Chain, is_chain
-from canzona_compile.api.chained import CanzonaChain, MemberCanzona, attach_chain, detach_chain, handle_of
+from canzona_compile.api.chained import CanzonaChain, attach_chain, detach_chain, handle_of
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
@@ -77,7 +77,7 @@ def wrap(optimizer: Opt, *, model: nn.Module | None = None, **options: Unpack[Wr
         if not (is_wrapped(own) and check_same(own, its)):
             check_wrappable(own)
     for own, its in zip(members, each, strict=True):
-        wrap_one(own, its, Canzona if chain is None else MemberCanzona)
+        wrap_one(own, its)
     show(optimizer, members, chain)
     return optimizer
 
@@ -118,7 +118,7 @@ def check_same(optimizer: Optimizer, options: Options) -> bool:
     return True
 
 
-def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> None:
+def wrap_one(optimizer: Optimizer, options: Options) -> None:
     """Wrap an optimizer that is not a chain. One that is wrapped stays as it is, if it can step."""
     if is_wrapped(optimizer):
         if not optimizer.canzona.session.lost:  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> Non
         detach(optimizer)
     session = Session(optimizer, options)
     session.keep_launch_order()
-    attach(optimizer, kind(session))
+    attach(optimizer, Canzona([session]))
 
 
 def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module | None) -> list[Options]:

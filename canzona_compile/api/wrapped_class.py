@@ -176,4 +176,4 @@ def lost_in_pickle(options: Options) -> str:
 def _restore(plain: type[Optimizer], options: Options, lost: str) -> Any:
     """Make an empty wrapped optimizer, which pickle and deepcopy fill."""
     made = object.__new__(plain)
-    return attach(made, Canzona(Session(made, options, lost)))
+    return attach(made, Canzona([Session(made, options, lost)]))

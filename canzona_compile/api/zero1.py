@@ -113,7 +113,7 @@ def zero1(
         for capture, its, bound in zip(captures, each, model_plan.bound, strict=True)
     ]
     for session in sessions:
-        attach(session.optimizer, Zero1Canzona(session, engine, model_plan))
+        attach(session.optimizer, Zero1Canzona([session], engine, model_plan))
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer

@@ -19,7 +19,6 @@ from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import OwnedState, put_together, take_apart
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.options import Options
-from canzona_compile.ir.step import Step
 from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.waiter import Waiter
@@ -183,11 +182,6 @@ class OwnerSession(Session):
             name = f"{fragment.name}[{part.start}:{part.stop}]"
             described = replace(binder.describe(name, known.param_group, double), state=state)
             yield replace(binder.bind_whole(known.task.index, described), rehearsed=fragment.param)
-
-    def reported(self) -> Step:
-        """Return the scheduled step of all optimizers on all ranks, with the buckets."""
-        self.last()
-        return self._model_plan.scheduled(self.options)
 
     # -- state -----------------------------------------------------------------------------------------
 

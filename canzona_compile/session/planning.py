@@ -99,10 +99,6 @@ class PlannedSession(PortableState):
             raise no_plan()
         return self.driver.last.step, self.driver.last.history
 
-    def reported(self) -> Step:
-        """Return the scheduled step that the report shows: the one that the next `step()` runs."""
-        return self.last()[0]
-
     def plan(self) -> PlanFile:
         """Return the decisions of the current plan, for all of its matrices.
 
