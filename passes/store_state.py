@@ -9,10 +9,9 @@ from typing import ClassVar
 
 from canzona_compile.analysis.leaf_roles import averages, divided_by
 from canzona_compile.capture.eager_parity import needs_whole_matrix
-from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
-from canzona_compile.ir.storage import BLOCK, WHERE, StateRules, Storage, storable
+from canzona_compile.ir.storage import BLOCK, StateRules, Storage, no_codes, storable
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +67,11 @@ class StoreState:
         if found is None:
             return None
         if found.dtype == "int8" and (why := self._no_codes(leaf, family)):
-            if not self.rules.lenient:
-                raise CanzonaError(
-                    f"state {leaf.name!r} cannot be stored as int8: {why}", at=WHERE, hint='store it as "bfloat16"'
-                )
-            return replace(found, dtype="bfloat16").fitting(leaf.dtype)
+            return self.rules.without_codes(found, leaf.name, leaf.dtype, why)
         if found.dtype != "int8" or not any(cuts_blocks(layout, leaf) for layout in layouts):
             return found
         if not any(map(needs_whole_matrix, family)):
-            raise CanzonaError(
-                f"state {leaf.name!r} cannot be stored as int8: ranks hold parts of its blocks, and an elementwise "
-                "update has no owner",
-                at=WHERE,
-                hint='store it as "bfloat16"',
-            )
+            raise no_codes(leaf.name, "ranks hold parts of its blocks, and an elementwise update has no owner")
         return replace(found, whole=True)
 
     def _no_codes(self, leaf: Leaf, family: Sequence[Template]) -> str:

@@ -21,7 +21,6 @@ from canzona_compile.api.handle import Zero1Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrap import options_of, show
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped
-from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.fragment import Filling
@@ -38,6 +37,7 @@ from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.equal_copies import HINT_EXPERTS, digest_of
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.session.params import check_usable
+from canzona_compile.session.planning import PlannedSession
 from canzona_compile.tensors import is_expert, local_part
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
@@ -104,13 +104,13 @@ def zero1(
     agreement.compare(PLANNING, {"plan": "\n".join([said, *(own.text for own in each), *described(model, params)])})
     check_experts(params, group, given=wanted.layout is not None)
     send_from_first(model, group)
-    captures = [Capture(own, its.one_per_matrix) for own, its in zip(optimizers, each, strict=True)]
-    model_plan = agreed_plan(captures, each, params, group.shard, ranks, bucket_bytes, agreement)
+    planned = [PlannedSession(own, its) for own, its in zip(optimizers, each, strict=True)]
+    model_plan = agreed_plan(planned, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(model_plan, params, group.rank)
     engine = Zero1(model, filling, group, reduce_dtype, gather, wanted.missing_grads == "zero", around)
     sessions = [
-        OwnerSession(capture, its, engine, model_plan, bound, agreement)
-        for capture, its, bound in zip(captures, each, model_plan.bound, strict=True)
+        OwnerSession(own, engine, model_plan, bound, agreement)
+        for own, bound in zip(planned, model_plan.bound, strict=True)
     ]
     for session in sessions:
         attach(session.optimizer, Zero1Canzona([session], engine, model_plan))

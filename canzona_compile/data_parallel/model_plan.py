@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
-from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.telling import SOON, shown
 from canzona_compile.errors import CanzonaError, problem_of
 from canzona_compile.ir.layout import WHOLE_VECTORS
@@ -18,11 +17,13 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
+from canzona_compile.ir.storage import no_codes
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
+from canzona_compile.session.planning import PlannedSession
 from canzona_compile.views.entries import same_but_sizes
 
 
@@ -50,8 +51,7 @@ class ModelPlan:
 
 
 def agreed_plan(
-    captures: Sequence[Capture],
-    options: Sequence[Options],
+    sessions: Sequence[PlannedSession],
     params: Iterable[str],
     group: ProcessGroup | None,
     ranks: Sequence[int],
@@ -61,20 +61,20 @@ def agreed_plan(
     """Plan ZeRO-1, and see that all ranks made the same plan. This is a collective.
 
     Args:
+        sessions: of the optimizers; their parameters are bound as if all ranks held copies of them.
         group: the data-parallel process group of this rank; None if the rank is alone.
         bucket_bytes: the bytes at which a bucket closes.
     """
     found: list[ModelPlan] = []
     order = {name: i for i, name in enumerate(params)}
     with shown("canzona, zero1", patience=SOON, quiet=dist.get_rank() != 0):
-        error = problem_of(lambda: found.append(plan_model(captures, options, order, group, ranks, bucket_bytes)))
+        error = problem_of(lambda: found.append(plan_model(sessions, order, group, ranks, bucket_bytes)))
     agreement.compare(PLANNING, {"plan": "" if error is not None else found[0].text}, error)
     return found[0]
 
 
 def plan_model(
-    captures: Sequence[Capture],
-    options: Sequence[Options],
+    sessions: Sequence[PlannedSession],
     order: Mapping[str, int],
     group: ProcessGroup | None,
     ranks: Sequence[int],
@@ -85,8 +85,9 @@ def plan_model(
     The arguments and errors are those of `agreed_plan`, with the position of each parameter in `order`.
     """
     trained: list[list[BoundParam]] = []
-    for capture, own in zip(captures, options, strict=True):
-        bare = Binder(capture.optimizer, replace(own, replicate=group), capture).exchanged().bind()
+    options = sessions[0].options
+    for own in sessions:
+        bare = Binder(own.optimizer, replace(own.options, replicate=group), own.capture).exchanged().bind()
         # The stand-in of a piece may be a copy of its rows, which is not needed here.
         light = [
             b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
@@ -101,23 +102,23 @@ def plan_model(
         trained.append(found)
     bound = in_model_order(trained, order)
     parts = [
-        captured_step(tuple(found.values()), plain_class(capture.optimizer).__name__, own)
-        for capture, found, own in zip(captures, bound, options, strict=True)
+        captured_step(tuple(found.values()), own.optimizer_name, own.options)
+        for own, found in zip(sessions, bound, strict=True)
     ]
-    owned, _ = run(joined(parts), planning_passes(options[0]))
+    owned, _ = run(joined(parts), planning_passes(options))
     check_pieces([b for found in bound for b in found.values()], owned)
     elementwise = {task.name for task in owned.elementwise}
     check_slices(owned)
     whole = {
         name
-        for own, capture in zip(bound, captures, strict=True)
-        for name, b in own.items()
-        if name in elementwise and not may_be_cut(b, capture)
+        for own, found in zip(sessions, bound, strict=True)
+        for name, b in found.items()
+        if name in elementwise and not may_be_cut(b, own.capture)
     }
     step, _ = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), dist.get_rank()))
     made = ModelPlan(step, bound)
-    if (plan := options[0].plan) is not None:
-        plan.check_followed(made.scheduled(options[0]))
+    if (plan := options.plan) is not None:
+        plan.check_followed(made.scheduled(options))
     return made
 
 
@@ -127,12 +128,8 @@ def check_slices(owned: Step) -> None:
     for task in owned.elementwise:
         for leaf in templates[task.template].state:
             if leaf.stored is not None and leaf.stored.dtype == "int8":
-                raise CanzonaError(
-                    f"state {leaf.name!r} cannot be stored as int8 under zero1: ranks own slices of parameters whose "
-                    "update is elementwise, which cut blocks",
-                    at=task.name,
-                    hint='store it as "bfloat16"',
-                )
+                why = "under zero1, ranks own slices of parameters whose update is elementwise, which cut blocks"
+                raise no_codes(leaf.name, why, task.name)
 
 
 def in_model_order(

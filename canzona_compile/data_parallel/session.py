@@ -12,19 +12,18 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.engine import Zero1
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import OwnedState, put_together, take_apart
 from canzona_compile.ir.layout import Ranks
-from canzona_compile.ir.options import Options
 from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter, bound_to
 from canzona_compile.session.checkpoints import is_dummy_step
 from canzona_compile.session.plan import BoundParam, Described, Plan, make_plan
+from canzona_compile.session.planning import PlannedSession
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring, whole_leaf
 from canzona_compile.session.step_driver import StepDriver
@@ -37,6 +36,7 @@ class OwnerSession(Session):
     Portable state is whole and the same on every rank.
 
     Args:
+        planned: the session with which the model was planned, of which this keeps the captures.
         engine: what reduces gradients before a step, and gathers parameters after it. The optimizer joins it.
     """
 
@@ -46,14 +46,13 @@ class OwnerSession(Session):
 
     def __init__(
         self,
-        capture: Capture,
-        options: Options,
+        planned: PlannedSession,
         engine: Zero1,
         model_plan: ModelPlan,
         bound: Mapping[str, BoundParam],
         whole: Agreement,
     ) -> None:
-        super().__init__(capture.optimizer, options, capture=capture)
+        super().__init__(planned.optimizer, planned.options, capture=planned.capture)
         self._engine: Zero1 = weakref.proxy(engine)  # which holds this session
         self._model_plan, self._bound = model_plan, bound
         self.member = engine.join(self.optimizer, {b.name: b.param_group for b in bound.values()})

@@ -89,13 +89,14 @@ class StateRules:
         found = self.of(leaf, dtype)
         if found is None or found.dtype != "int8":
             return found
+        return self.without_codes(
+            found, leaf, dtype, "its step runs eagerly, so nothing shows whether it divides by it"
+        )
+
+    def without_codes(self, found: Storage, leaf: str, dtype: torch.dtype, why: str) -> Storage | None:
+        """The storage of a leaf that cannot be int8, which is an error if users asked for that by its name."""
         if not self.lenient:
-            raise CanzonaError(
-                f"state {leaf!r} cannot be stored as int8: its step runs eagerly, so nothing shows whether it divides "
-                "by it",
-                at=WHERE,
-                hint='store it as "bfloat16"',
-            )
+            raise no_codes(leaf, why)
         return replace(found, dtype="bfloat16").fitting(dtype)
 
     def check_fit(self, leaves: Iterable[str]) -> None:
@@ -108,6 +109,11 @@ class StateRules:
                     at=WHERE,
                     hint=f"there are {some(names)}" if names else "the optimizer has no state that could be stored",
                 )
+
+
+def no_codes(leaf: str, why: str, at: str = WHERE) -> CanzonaError:
+    """The error for a leaf that cannot be int8."""
+    return CanzonaError(f"state {leaf!r} cannot be stored as int8: {why}", at=at, hint='store it as "bfloat16"')
 
 
 def rules_of(given: StateOption) -> StateRules | None:

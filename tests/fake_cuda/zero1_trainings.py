@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from canzona_compile.data_parallel.engine import Zero1
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.passes.symmetry import Symmetry
 from canzona_compile.replica.twin import step_plainly
-from canzona_compile.session import step_driver
+from canzona_compile.session import planning, step_driver
 from canzona_compile.session.session import Session
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.views.view import ParamView
@@ -384,7 +383,7 @@ def zero1_on_device() -> Iterator[None]:
             (Zero1, "__init__", made_shown),
             (ParamView, "lend", lambda view, grads: lend(view, grads and [plain_of(grad) for grad in grads])),
             (gradient, "make_wrapper_subclass", lambda *a, **k: wrapper(*a, **k | {"device": torch.device("cpu")})),
-            (importlib.import_module("canzona_compile.api.zero1"), "Capture", shared),
+            (planning, "Capture", shared),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

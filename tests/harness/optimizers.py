@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from torch.optim import Muon, Optimizer
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.replica.homes import signature
-from canzona_compile.session import session
+from canzona_compile.session import planning
 
 Shape = tuple[int, ...]
 
@@ -231,8 +230,7 @@ def shared_captures(among: Shared = SHARED) -> Iterator[None]:
             adopt(capture, among)
         return capture
 
-    zero1 = import_module("canzona_compile.api.zero1")  # late: it takes half a second
-    with mock.patch.object(session, "Capture", shared), mock.patch.object(zero1, "Capture", shared):
+    with mock.patch.object(planning, "Capture", shared):
         yield
 
 

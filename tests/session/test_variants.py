@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.session import session
+from canzona_compile.session import planning
 from tests.harness import toys
 from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import crossed, first
@@ -41,13 +41,13 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def plans_made(patch: pytest.MonkeyPatch) -> list[Any]:
     """Every plan that is made."""
     made: list[Any] = []
-    original = session.make_plan
+    original = planning.make_plan
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made.append(original(*args, **kwargs))
         return made[-1]
 
-    patch.setattr(session, "make_plan", counted)
+    patch.setattr(planning, "make_plan", counted)
     return made
 
 
