@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -34,6 +33,7 @@ from canzona_compile.ir.program import EagerTasks, Program
 from canzona_compile.ir.storage import Stored
 from canzona_compile.runtime.graph_recorder import GraphRecorder, Run
 from canzona_compile.runtime.kernel_words import KernelWords
+from canzona_compile.runtime.streams import CudaStreams, InOrder
 from canzona_compile.runtime.stretches import CutProgram, ProgramStretch
 
 ALIKE = 2  # steps in a row that look the same, before one is recorded
@@ -85,11 +85,11 @@ class Replay:
         self,
         program: Program,
         device: torch.device,
-        entered: Callable[[], AbstractContextManager[None]],
+        streams: InOrder | CudaStreams,
         recorder: Recorder | None = None,
         wanted: bool = True,
     ) -> None:
-        self.plain, self.entered, self.device = program.module, entered, device
+        self.plain, self.streams, self.device = program.module, streams, device
         self.names = list(program.inputs)
         self.recorder = recorder or GraphRecorder(device)
         self.state, self.recordings = ReplayState.WATCHED, 0
@@ -132,13 +132,13 @@ class Replay:
         match self.state:
             case ReplayState.REPLAYED:
                 self.recorder.take_turn()
-                with self.entered():
+                with self.streams.entered():
                     self.cut.run(arguments, self._replay)
             case ReplayState.WATCHED | ReplayState.PAUSED if not self._left and self._may_record(arguments):
                 self._record(arguments)
             case _:
                 self._left -= 1
-                with self.entered():
+                with self.streams.entered():
                     self.plain(*arguments)
 
     def moved(self) -> None:
@@ -272,7 +272,7 @@ class Replay:
         self.recorder.make_room()
         self.recorder.take_turn()
         self._words.lay()
-        with self.entered():
+        with self.streams.entered():
             self.cut.run(arguments, launch)
         if not problem:
             self.recordings += 1

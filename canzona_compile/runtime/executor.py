@@ -97,7 +97,7 @@ class Executor:
         self._timed: TimedProgram | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if device.type == "cuda":
-            self.replay = Replay(program, device, self.streams.entered, wanted=cuda_graphs)
+            self.replay = Replay(program, device, self.streams, wanted=cuda_graphs)
             self._guard = torch.cuda.device(device)
         self._arguments: list[Any] = []
         self._lookups: list[tuple[int, Callable[[], Any]]] = []

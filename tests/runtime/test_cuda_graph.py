@@ -7,7 +7,6 @@ device.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
@@ -31,6 +30,7 @@ from canzona_compile.machine.hardware import Machine
 from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_CHANGES, MOST_FAILURES, Replay, ReplayState
 from canzona_compile.runtime.graph_recorder import pool_of
+from canzona_compile.runtime.streams import InOrder
 from canzona_compile.runtime.stretches import obstacle, obstacle_in
 from canzona_compile.session import plan, session
 from examples.optimizers.normuon import NorMuon
@@ -149,7 +149,7 @@ class Steps:
         for program in self.ours.canzona.session.driver.programs:  # as an executor on CUDA does
             executor = program.executor
             if executor.replay is None:
-                executor.replay = Replay(executor.program, CPU, contextlib.nullcontext, Recording(self.record))
+                executor.replay = Replay(executor.program, CPU, InOrder(), Recording(self.record))
         pairs = zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True)
         return max(float((a - b).detach().abs().max() / a.detach().abs().max()) for a, b in pairs)
 
@@ -368,7 +368,7 @@ def test_nothing_is_recorded_where_that_is_not_wanted() -> None:
     steps = Steps("muon")
     steps.step()
     (program,) = steps.ours.canzona.session.driver.programs
-    unwanted = Replay(program.executor.program, CPU, contextlib.nullcontext, wanted=False)
+    unwanted = Replay(program.executor.program, CPU, InOrder(), wanted=False)
     assert unwanted.how == "call by call: cuda_graphs=False"
     with pytest.raises(CanzonaError, match="neither True nor False"):
         canzona_compile.wrap(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), cuda_graphs=1)  # type: ignore[arg-type]
