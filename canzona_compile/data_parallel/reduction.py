@@ -172,8 +172,8 @@ class Reduction:
             self.agreement.interrupt(error)
             return
         known = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-        if self.agreement.channel is not None and (announced := self.agreement.start(CALL, known)) is not None:
-            announced.finish()
+        if self.agreement.channel is not None:
+            self.agreement.start(CALL, known).finish()
 
     def _missed(self, number: int) -> None:
         """An exception ended a backward pass: other ranks may wait for its collectives."""

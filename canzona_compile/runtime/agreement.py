@@ -10,12 +10,12 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.ir.layout import Ranks
-from canzona_compile.runtime.channel import Announcement, Channel, hash_of
+from canzona_compile.runtime.channel import Announcement, Channel, Promise, hash_of
 from canzona_compile.runtime.error_board import ErrorBoard
 from canzona_compile.runtime.meeting import Meeting
 
@@ -117,17 +117,13 @@ class Agreement:
         store = PrefixStore(f"meet/{self.name}", self.channel.store)
         return Meeting(store, self.channel)
 
-    def start(self, call: str, error: CanzonaError | None = None) -> Announcement | None:
-        """Start to announce a call without details; see `Channel.start`. What was promised is completed first."""
-        if self.channel is not None:
-            self.channel.complete()
-            return self.channel.start(f"{call} of {self.name}", "{}", error)
-        if error is not None:
-            raise error
-        return None
+    def start(self, call: str, error: CanzonaError | None = None) -> Announcement:
+        """Start to announce a call without details to the others, which there are; see `Channel.start`."""
+        assert self.channel is not None
+        return self.channel.start(f"{call} of {self.name}", "{}", error)
 
     def compare(
-        self, call: str, by_topic: Details, error: CanzonaError | None = None, apart_from: Any = None
+        self, call: str, by_topic: Details, error: CanzonaError | None = None, apart_from: Promise | None = None
     ) -> Sequence[Details]:
         """Announce a call, and wait until all ranks have announced the same. This is a collective on the host.
 
@@ -135,17 +131,16 @@ class Agreement:
 
         Args:
             error: what keeps this rank from it; None if nothing does.
+            apart_from: see `Channel.start`.
         """
         if self.channel is None:
             if error is not None:
                 raise error
             return [by_topic]
-        self.channel.check()
-        self.channel.complete(apart_from)
         doing, details = f"{call} of {self.name}", by_topic
         if (plan := by_topic.get("plan")) is not None:  # too long to be sent to all ranks unless it differs
             details = {**by_topic, "plan": hash_of(plan)}
-        texts = self.channel.exchange(doing, json.dumps(details), error)
+        texts = self.channel.start(doing, json.dumps(details), error, apart_from).result()
         self.take_number()
         if len(set(texts)) == 1:
             return [by_topic] * len(texts)
@@ -153,7 +148,7 @@ class Agreement:
         for topic in filter(TOPICS.__contains__, by_topic):
             if len({own.get(topic) for own in answers}) > 1:
                 if topic == "plan":
-                    answers = [json.loads(text) for text in self.channel.exchange(doing, json.dumps(by_topic))]
+                    answers = [json.loads(text) for text in self.channel.start(doing, json.dumps(by_topic)).result()]
                 by_rank = dict(zip(self.ranks, answers, strict=True))
                 raise disagreement(call, topic, {rank: own.get(topic, "") for rank, own in by_rank.items()})
         return answers

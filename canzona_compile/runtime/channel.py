@@ -181,12 +181,18 @@ class Channel(ErrorBoard):
 
     # -- announcements -------------------------------------------------------------------------------
 
-    def start(self, doing: str, details: str = "", error: CanzonaError | None = None) -> Announcement:
+    def start(
+        self, doing: str, details: str, error: CanzonaError | None = None, apart_from: Promise | None = None
+    ) -> Announcement:
         """Start to announce a call, with details that the caller compares, or the error that keeps this rank from it.
 
         The caller has to ask for the result before it begins collectives.
+
+        Args:
+            apart_from: what needs not be complete before this call, of all that was promised.
         """
         self.check()
+        self.complete(apart_from)
         if self._last is not None:
             self._last.finish()
         self.count_call()
@@ -195,11 +201,7 @@ class Channel(ErrorBoard):
             self._last.finish()
         return self._last
 
-    def exchange(self, doing: str, details: str = "", error: CanzonaError | None = None) -> list[str]:
-        """Announce something and wait for all ranks; see `start` and `Announcement.result`."""
-        return self.start(doing, details, error).result()
-
-    def complete(self, apart_from: Any = None) -> None:
+    def complete(self, apart_from: Promise | None = None) -> None:
         """Complete the collectives that earlier announcements promised, so that no rank waits for them."""
         for promise in list(self.promised):
             if promise is not apart_from:

@@ -11,7 +11,6 @@ from canzona_compile.runtime.agreement import PLANNING, Agreement
 def test_a_rank_alone() -> None:
     alone = Agreement(None, "Muon optimizer")
     assert (alone.ranks, alone.name, alone.meeting, alone.boards) == ((), "Muon optimizer", None, [])
-    assert alone.start("step()") is None
     assert alone.compare(PLANNING, {"plan": "a plan"}) == [{"plan": "a plan"}]
     assert alone.share("a text") == ["a text"]
     alone.take_number()
@@ -22,10 +21,10 @@ def test_a_rank_alone() -> None:
     alone.check()
 
 
-@pytest.mark.parametrize("call", ["start", "compare", "share"])
+@pytest.mark.parametrize("call", ["compare", "share"])
 def test_its_own_error_is_raised(call: str) -> None:
     error = CanzonaError("no gradient")
-    arguments = {"start": ("step()",), "compare": ("step()", {}), "share": ("a text",)}[call]
+    arguments = {"compare": ("step()", {}), "share": ("a text",)}[call]
     with pytest.raises(CanzonaError) as caught:
         getattr(Agreement(None, "Muon optimizer"), call)(*arguments, error)
     assert caught.value is error
