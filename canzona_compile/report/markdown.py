@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from canzona_compile.report.page import Block, Fill, Listing, PageModel, PageTable, Paragraph, Said, Section, text_of
 
@@ -26,7 +26,7 @@ def blocks(body: Iterable[Block]) -> Iterator[str]:
             case Listing():
                 yield "\n".join(f"- {text_of(name)} {marked(text)}".replace("-  ", "- ") for name, text in block.rows)
             case PageTable():
-                yield "\n".join(rows(block))
+                yield "\n".join(rows([title for title, _ in block.columns], map(named, block.cells, block.choices)))
             case Section():
                 if inner := list(blocks(block.body)):
                     yield from (f"### {block.title}", *inner)
@@ -38,11 +38,15 @@ def marked(said: Said) -> str:
     return f"{mark}{text_of(said)}{mark}"
 
 
-def rows(table: PageTable) -> Iterator[str]:
-    """Write a table line by line, texts so that they stay in their cells; a chosen row has a bold name."""
-    yield f"| {' | '.join(title for title, _ in table.columns)} |"
-    yield f"|{'---|' * len(table.columns)}"
-    for row, chosen in zip(table.cells, table.choices, strict=True):
-        cells = ["" if isinstance(own, Fill) else marked(own).replace("|", "\\|").replace("\n", " ") for own in row]
-        name = f"**{cells[0]}**" if chosen else cells[0]
-        yield f"| {' | '.join([name, *cells[1:]])} |"
+def named(row: Sequence[Said | Fill], chosen: bool) -> list[str]:
+    """Write the cells of a row, texts so that they stay in theirs; a chosen row has a bold name."""
+    cells = ["" if isinstance(own, Fill) else marked(own).replace("|", "\\|").replace("\n", " ") for own in row]
+    return [f"**{cells[0]}**", *cells[1:]] if chosen else cells
+
+
+def rows(headers: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Write a table line by line; its cells are Markdown."""
+    yield f"| {' | '.join(headers)} |"
+    yield f"|{'---|' * len(headers)}"
+    for row in body:
+        yield f"| {' | '.join(row)} |"

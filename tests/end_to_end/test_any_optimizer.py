@@ -548,3 +548,5 @@ def test_numbers_of_elementwise_steps_in_16_bits_are_those_of_the_eager_step(mak
             feed(optimizer, step)
             optimizer.step()
     assert different(plain, wrapped) == []
+    # One element in some thousands shows it, so a comparison of a few does not decide.
+    assert all(kind.template.interpreted for kind in wrapped.canzona.session.capture.kinds.values())
