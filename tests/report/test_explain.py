@@ -12,8 +12,9 @@ from torch.optim import AdamW, Optimizer
 import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.report.explain import ExplainedParameter, Explanation
-from tests.harness import toy_optimizers as toys
+from tests.harness import toys
 from tests.harness.pairs import Pair, muon, parameters
+from tests.harness.toy_optimizers import HostReading
 from tests.harness.traps import NAMED
 
 
@@ -40,7 +41,7 @@ def test_local() -> None:
 
 
 def test_eager_says_which_line() -> None:
-    how, why = explained(toys.HostReading(parameters()))["group0.param0"]
+    how, why = explained(HostReading(parameters()))["group0.param0"]
     assert how == "eager"
     assert "toy_optimizers.py, line " in why
     assert "if update.norm().item() > 10:" in why
