@@ -45,7 +45,7 @@ class Place:
 
     - The parameter and the gradient are FRAGMENT. The new parameter is too, unless only the owner can compute it.
     - A node may be FRAGMENT only if it is pointwise on values of the parameter's shape. Under exact numerics, the
-      bits of an element must also not depend on its position in the tensor.
+      bits of an element must also not depend on its position in the tensor, unless one rank alone has all of it.
     - A state leaf and its new value have the same label. One that only the owner can store is OWNER.
     - Numbers, and 0-d tensors that are made of numbers, are on every rank and never cross.
 
@@ -154,7 +154,8 @@ class Cutter:
             return stored is None or not stored.whole
         if not pointwise(node):
             return False
-        if self.exact and not placed_equally(node, self.machine, self.kind.aligned):
+        apart = self.kind.sharded or self.kind.replicated  # else the fragment is the whole tensor
+        if self.exact and apart and not placed_equally(node, self.machine, self.kind.aligned):
             return False
         operands = [tensor_value(n) for n in node.all_input_nodes]
         return all(t is None or broadcasts(tuple(t.shape), self.shape) for t in operands)

@@ -28,7 +28,7 @@ from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.report.pass_table import PassTable
 from canzona_compile.report.run_facts import facts_of_all, with_matrices
-from canzona_compile.session.planning import Siblings
+from canzona_compile.session.planning import plan_together
 from canzona_compile.session.session import Session, all_ready
 
 STAGES = ("captured", "placed", "program")
@@ -57,7 +57,7 @@ class Canzona:
         for session in sessions:
             session.turns = sessions[0].turns
         if parts and self.looks_ahead:
-            Siblings(sessions)
+            plan_together(sessions)
 
     @property
     def session(self) -> Session:

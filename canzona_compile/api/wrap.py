@@ -31,7 +31,7 @@ from canzona_compile.replica.homes import advice
 from canzona_compile.replica.twin import check_step_signature
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.session.params import named_params
-from canzona_compile.session.planning import Siblings
+from canzona_compile.session.planning import plan_together
 from canzona_compile.session.session import Session
 from canzona_compile.views.given_layout import check_layout_patterns
 
@@ -277,7 +277,7 @@ def explain(optimizer: Optimizer) -> Explanation:
         for own, options in zip(members, each, strict=True)
     ]
     if len(sessions) > 1 and not any(map(is_wrapped, members)):
-        Siblings(sessions)  # so that they plan together
+        plan_together(sessions)
     return explain_all(sessions)
 
 

@@ -23,9 +23,12 @@ from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import StepInputs
 from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.ir.bit_exactness import placed_equally
 from canzona_compile.ir.compiled_call import num_compiled_calls
 from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, tensor_value
+from canzona_compile.ir.layout import Layout, LayoutKind
 from canzona_compile.ir.step import Role, Template
+from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.copies import deep_copy
 from canzona_compile.replica.external_counters import give_counts
 from canzona_compile.replica.leaves import read, state_leaves, write
@@ -55,10 +58,18 @@ def reads_numbers(template: Template) -> bool:
     return any(node.target is reading and node.args[0] not in hypers for node in template.graph.nodes)
 
 
-def computes_numbers(template: Template) -> bool:
-    """Tell whether the graph of a template computes floats as tensors without dims."""
-    values = (tensor_value(n) for n in template.graph.nodes if n.op == "call_function")
-    return any(value is not None and value.ndim == 0 and value.is_floating_point() for value in values)
+def narrowed_on_owner(template: Template, machine: Machine, layout: Layout) -> bool:
+    """Tell whether an owner would run an elementwise graph whose numbers may have fewer bits than those of the step.
+
+    Under Dynamo torch's optimizers make their bias corrections 0-d tensors of 32 bits. Ranks that take the optimizer's
+    own step on fragments have no need of the graph; they do unless bits depend on where an element lies.
+    """
+    calls = {n: tensor_value(n) for n in template.graph.nodes if n.op == "call_function"}
+    values = {n: value for n, value in calls.items() if value is not None}
+    if layout.grid.size == 1 or not any(value.ndim == 0 and value.is_floating_point() for value in values.values()):
+        return False
+    numbers, aligned = from_numbers(template.graph), LayoutKind.of(layout).aligned
+    return not all(placed_equally(n, machine, aligned) for n in values if n not in numbers)
 
 
 # By graph, because it is asked for every parameter of a kind.
@@ -80,11 +91,7 @@ def has_eager_bits(
     """
     foreach = "foreach" in moment.group and not is_torch_s_own(optimizer)
     work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
-    # Fragments in 16 bits may run by the graph. They hide nearly all of what Dynamo's numbers in 32 bits lack.
-    short = recorder.spec.dtype.itemsize < 4
-    if short and not recorder.why and not needs_whole_matrix(template) and computes_numbers(template):
-        return False
-    if work in known or not (recorder.why or foreach or short or needs_whole_matrix(template)):
+    if work in known or not (recorder.why or foreach or needs_whole_matrix(template)):
         return True
     if math.prod(recorder.spec.shape) > LARGEST:
         return not recorder.calls_compiled or num_compiled_calls(template.graph) > 0

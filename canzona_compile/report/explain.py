@@ -117,13 +117,13 @@ def explained(session: Session) -> tuple[ExplainedParameter, ...]:
 def _explained_ahead(session: Session) -> tuple[ExplainedParameter, ...]:
     """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
     named, siblings = session.named, session.siblings
-    binders = {session: session.exchanged()} if siblings is None else siblings.exchanged(session)
+    binders = siblings.exchanged(session)
     refused: dict[str, CanzonaError] = {}
     bound = [b for b in session.bind(binders[session], refused) if b.name not in refused]
     rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
     if bound:
         owned_as = None
-        if siblings is not None and not refused:
+        if not refused:
             with contextlib.suppress(CanzonaError):  # of another optimizer, whose own rows say it
                 owned_as = siblings.owned(session, bound, binders)
         made = make_plan(bound, session.optimizer_name, session.options, owned_as=owned_as)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.eager_parity import needs_whole_matrix
+from canzona_compile.capture.eager_parity import narrowed_on_owner, needs_whole_matrix
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
 from canzona_compile.capture.templates import Capture
@@ -45,6 +45,8 @@ from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.given_layout import GridRows, KnownFragments, check_layout_patterns, exchange_fragments
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.view import State
+
+NARROWED = "its bits depend on where an element lies, and its graph computes numbers with fewer bits than its step"
 
 
 class Binder:
@@ -226,7 +228,7 @@ class Binder:
         """Bind a parameter, or a slice of one, that is not a fused parameter to its optimizer."""
         layout, kind = self.layout_and_kind(own)
         local = elementwise(kind)
-        if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):
+        if local and (reason := self._why_eager(own, layout, kind)):
             entries = self._entries(own, kind)
             layout = layout if entries is None else entries[0]
             spec = replace(own.spec, shape=layout.shape, part=entries is not None)
@@ -306,6 +308,14 @@ class Binder:
             if not own.state:
                 self._kinds[key] = known
         return known
+
+    def _why_eager(self, own: Described, layout: Layout, kind: ParamKind) -> str:
+        """Why elementwise work runs neither on fragments nor by its graph; empty if it does."""
+        if isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):
+            return reason
+        machine = machine_of([own.param], self.options.hardware)
+        narrowed = (narrowed_on_owner(template, machine, layout) for template in kind.templates.values())
+        return NARROWED if self.options.numerics == "exact" and not kind.by_dispatch and any(narrowed) else ""
 
     def _missing_rule(self, group: int, param: DTensor) -> str:
         key = (group, param.shape, param.placements, param.device_mesh)

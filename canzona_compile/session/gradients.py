@@ -220,9 +220,14 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> Tensor:
 
 def holds_slice(grad: DTensor, param: DTensor) -> bool:
     """Whether each rank has the gradient of its fragment as a slice of what it has, so that nothing is sent."""
-    pairs = [*zip(grad.placements, param.placements, strict=True)] if grad.device_mesh == param.device_mesh else []
+    pairs = [*zip(grad.placements, param.placements, strict=True)] if laid_out_on_mesh_of(grad, param) else []
     held, cut = {shard_dim(g) for g, _ in pairs}, {shard_dim(p) for g, p in pairs if g != p}
     return bool(cut) and not cut & held and all(g == p or (g.is_replicate() and type(p) is Shard) for g, p in pairs)
+
+
+def laid_out_on_mesh_of(grad: DTensor, param: DTensor) -> bool:
+    """Whether a gradient has a placement for each dim of its parameter's mesh, of which torch lets users leave some."""
+    return grad.device_mesh == param.device_mesh and len(grad.placements) == len(param.placements)
 
 
 def unlike_parameter(param: Any, grad: Tensor, name: str) -> InvalidGradient:
@@ -234,7 +239,7 @@ def unlike_parameter(param: Any, grad: Tensor, name: str) -> InvalidGradient:
         f"the gradient has placements {placements}, but the parameter has {param.placements}{summands}",
         at=name,
         hint="set param.grad = param.grad.redistribute(placements=param.placements) before step()"
-        if isinstance(grad, DTensor) and grad.device_mesh == param.device_mesh
+        if isinstance(grad, DTensor) and laid_out_on_mesh_of(grad, param)
         else "make it by DTensor.from_local(grad, param.device_mesh, param.placements)",
     )
 

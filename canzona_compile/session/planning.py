@@ -127,15 +127,13 @@ class Siblings:
     """The sessions of the optimizers of a chain, in its order, which plan together: one without a chain is alone.
 
     Args:
-        sessions: get this as their `siblings`. Their options differ in names only.
+        sessions: of options that differ in names only, see `plan_together`.
     """
 
     def __init__(self, sessions: Sequence[PlannedSession]) -> None:
         self._sessions = [weakref.ref(session) for session in sessions]  # each of them refers to this
         self._owned: Step | None = None
         self._names: list[list[str]] = []  # of the tasks of each optimizer
-        for session in sessions:
-            session.siblings = self
 
     @property
     def sessions(self) -> tuple[PlannedSession, ...]:
@@ -193,6 +191,13 @@ class Siblings:
         kinds = [session.optimizer_name for session in self.sessions]
         parts = [lower(self._owned, names, options)[0] for names in self._names]
         return in_sequence([replace(part, optimizer=kind) for part, kind in zip(parts, kinds, strict=True)])
+
+
+def plan_together(sessions: Sequence[PlannedSession]) -> None:
+    """Let sessions choose owners together."""
+    siblings = Siblings(sessions)
+    for session in sessions:
+        session.siblings = siblings
 
 
 def placed_as(task: Task, other: Task) -> Task:

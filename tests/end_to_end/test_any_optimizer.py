@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,20 @@ from torch.utils.flop_counter import FlopCounterMode
 import canzona_compile
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from tests.harness import toys
-from tests.harness.layouts import ALONE
+from tests.harness.layouts import ALONE, Case
 from tests.harness.marks import also, first, full
-from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
+from tests.harness.pairs import (
+    Pair,
+    Shape,
+    different,
+    feed,
+    muon,
+    one_rank,
+    parameters,
+    params_of,
+    same_bits,
+    wrapped_muon,
+)
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import HostReading
 from tests.harness.toys import Choosy, GlobalNorm, GlobalNormOnHost, TwoKinds
@@ -548,5 +560,29 @@ def test_numbers_of_elementwise_steps_in_16_bits_are_those_of_the_eager_step(mak
             feed(optimizer, step)
             optimizer.step()
     assert different(plain, wrapped) == []
-    # One element in some thousands shows it, so a comparison of a few does not decide.
-    assert all(kind.template.interpreted for kind in wrapped.canzona.session.capture.kinds.values())
+    # One element in some thousands shows it, so that the own step runs is what counts.
+    assert [row.how for row in wrapped.canzona.explain().parameters] == ["local"]
+
+
+def way_in_16_bits(name: str, shape: Shape) -> str:
+    """How a parameter in two fragments runs whose bits are compared step by step."""
+    make = partial(getattr(torch.optim, name), lr=0.01, weight_decay=0.1)
+    pair = Pair(make, [shape], Case("fsdp", (2,)), dtype=torch.bfloat16)
+    pair.steps(4)
+    (row,) = pair.wrapped.canzona.explain().parameters
+    return str(row.how)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "shape", "way"),
+    [
+        ("AdamW", (7, 5), "local"),
+        ("Adamax", (64, 64), "local"),
+        ("Adamax", (7, 5), "eager"),
+        ("SGD", (7, 5), "compiled"),
+    ],
+)
+def test_fragments_in_16_bits_step_locally_where_no_bit_depends_on_its_place(name: str, shape: Shape, way: str) -> None:
+    """Elsewhere an owner has the whole, and runs the graph only if it computes its numbers as the step does."""
+    assert run(2, way_in_16_bits, name, shape) == [way] * 2

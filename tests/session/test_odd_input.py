@@ -320,6 +320,25 @@ def test_gradients_of_other_placements_are_refused(case: str, what: str) -> None
         assert re.search(f"(?s){what}.*up.*redistribute", said), said
 
 
+def placement_left_out() -> str:
+    mesh = mesh_of((2, 1), ("dp", "tp"))
+    param = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0), Replicate()]))
+    own = torch.ones(4, 6)
+    param.grad = DTensor.from_local(own, mesh, [Shard(0)])
+    with shared_captures(), pytest.raises(InvalidGradient) as caught:
+        canzona_compile.wrap(Muon([("up", param)], lr=0.1)).step()
+    param.grad = DTensor.from_local(own, param.device_mesh, param.placements)  # as the hint says
+    with shared_captures():
+        canzona_compile.wrap(Muon([("up", param)], lr=0.1)).step()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_gradient_with_a_placement_left_out_is_refused() -> None:
+    for said in run(2, placement_left_out):
+        assert re.search("(?s)placements .*up.*DTensor.from_local", said), said
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("alpha", "x"), ("alpha", None), ("split", 3), ("plan", 3), ("hardware", 3)]
 )
