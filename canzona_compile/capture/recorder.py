@@ -143,9 +143,11 @@ class StepRecorder(FakeTwin, ABC):
         if len(known) == MOST_CONSTANTS:
             constants = ", ".join(sorted(self.bake))
             raise Untraceable(f"an operator asks for the value of {constants} at capture, and that changes")
-        variant = make()
+        made = make()
+        variant = next((v for v in self.variants if v.same(made)), made)
         known.append(variant)
-        self.variants.append(variant)
+        if variant is made:
+            self.variants.append(made)
         return variant
 
     def traced(

@@ -65,6 +65,11 @@ class Variant:
         results = {source: returned + i for i, source in enumerate(sources)}
         return cls(graph, tuple(sources), results, baked, precision)
 
+    def same(self, other: Variant) -> bool:
+        """Tell whether another trace found the same, as one does after a reset of Dynamo."""
+        found = [(v.sources, v.results, v.baked, v.precision, str(v.graph)) for v in (self, other)]
+        return found[0] == found[1]
+
 
 # What a recorder found out about one step. Last is what the graph computes beside new values of its inputs, in order.
 Answer = tuple[Variant, Scalars, tuple[Any, ...]]

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from canzona_compile.compat.torch_private import lock_of_dynamo
+
 CallArguments = ParamSpec("CallArguments")
 Result = TypeVar("Result")
 Handler = Callable[[int, types.FrameType | None], Any]
@@ -47,7 +49,6 @@ class Interrupts:
 
 
 _interrupts = Interrupts()
-_one_thread = threading.RLock()
 _note = _interrupts.note  # one object, so that `is` tells whether it is the handler
 
 
@@ -83,11 +84,12 @@ def uninterrupted(function: Callable[CallArguments, Result]) -> Callable[CallArg
     """Run a function inside of `interrupts_later`, in one thread at a time. This is a decorator.
 
     Rehearsals seed the generators of the process and look at what its modules hold, which other threads may do as well.
+    The lock is Dynamo's own, so that no other thread resets Dynamo meanwhile.
     """
 
     @functools.wraps(function)
     def run(*args: CallArguments.args, **kwargs: CallArguments.kwargs) -> Result:
-        with _one_thread, interrupts_later():
+        with lock_of_dynamo(), interrupts_later():
             return function(*args, **kwargs)
 
     return run

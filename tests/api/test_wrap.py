@@ -314,6 +314,25 @@ def test_threads_may_take_first_steps_at_once() -> None:
         assert list(threads.map(first_steps, pairs)) == [None] * len(made)
 
 
+def test_another_thread_may_reset_dynamo_during_steps() -> None:
+    """Torch's tests of ranks that are threads do so: a reset forgets what Dynamo calls when it begins to trace."""
+    ended = threading.Event()
+
+    def reset() -> None:
+        while not ended.wait(0.0001):
+            torch._dynamo.reset()
+
+    with ThreadPoolExecutor(1) as threads:
+        resets = threads.submit(reset)
+        try:
+            pair = Pair(muon)
+            pair.steps(2)
+        finally:
+            ended.set()
+    resets.result()
+    assert all("dispatch" not in told.why for told in canzona_compile.explain(pair.wrapped).parameters)
+
+
 # -- hooks and profiling -----------------------------------------------------------------------
 
 
