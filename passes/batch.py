@@ -1,4 +1,4 @@
-"""Put the tasks of one owner that are alike into batches, and let batches run on stacks of matrices."""
+"""Put the tasks of one owner that are alike into batches, and let batches run on stacks of all of their matrices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from canzona_compile.ir.step import Batch, Form, MicroGroup, Placed, Step
 from canzona_compile.lowering.batch_graph import lift_stacked
-from canzona_compile.lowering.stacking import num_matrices, runs_on_stack, stacks
+from canzona_compile.lowering.stacking import runs_on_stack, stacks
 from canzona_compile.machine.hardware import Machine
 
 
@@ -20,7 +20,7 @@ class Batching:
     [n, ...]. A product of the library qualifies if its batched form is known to give the same bits
     (`canzona_compile.ir.bit_exactness`). Products of our own kernels always qualify. Norms and sums run on stacks if
     something else has made the stack. Everything else, such as decompositions, loops over the tasks. Nothing is stacked
-    if there is no product to batch. Tasks that are stacks themselves are joined to one stack of all their matrices.
+    if there is no product to batch.
 
     Under fast numerics all products qualify, and on CUDA decompositions do too if a stack of them is faster. Measured
     rates decide that (`eigh` and `eigh_batched`). Without such rates the version of torch decides
@@ -46,11 +46,10 @@ class Batching:
             return placed
         lifted = lift_stacked(
             placed.compute,
-            [w.name for w in placed.gather] if placed.kind.sharded else [],
+            [w.name for w in placed.gather] if placed.kind.sharded or placed.kind.lead else [],
             placed.template.numbers,
             runs_on_stack(placed, machine, self.exact),
             foreach=machine.device == "cpu",
-            matrices=num_matrices(placed),
         )
         return replace(placed, stacked=lifted)
 
@@ -63,6 +62,7 @@ def batches(step: Step, micro_group: MicroGroup, placed: dict[str, Placed]) -> t
     found = []
     for key in sorted(alike, key=repr):
         first = step.task(alike[key][0])
-        stacked = placed[first.placed].stacked is not None and len(alike[key]) > 1
+        cut = placed[first.placed]
+        stacked = cut.stacked is not None and len(alike[key]) * cut.kind.matrices > 1
         found.append(Batch(first.placed, first.param_group, first.owner, tuple(alike[key]), stacked))
     return tuple(found)

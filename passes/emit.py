@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -77,7 +78,7 @@ def has_work(placed: Placed) -> bool:
 
 def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
     """Whether a batch computes result `place` as one tensor [n, ...] and not as a list of n tensors."""
-    return batch.stacked and placed.stacked is not None and placed.stacked.outputs[place]
+    return batch.stacked and not placed.kind.lead and placed.stacked is not None and placed.stacked.outputs[place]
 
 
 class ProgramWriter(ProgramBuilder):
@@ -248,7 +249,8 @@ class ProgramWriter(ProgramBuilder):
         where = f"g{g.group.index}_b{b}"
 
         def lookup(name: str) -> fx.Node:
-            return inputs.get(name) or self.leaf(placed, batch.param_group, batch.tasks, name, where)
+            given = inputs.get(name) or self.leaf(placed, batch.param_group, batch.tasks, name, where)
+            return self.of_matrices(placed, batch, name, given)
 
         precision = placed.template.precision
         before = self.call(program_ops.set_matmul_precision, precision) if precision else None
@@ -260,6 +262,8 @@ class ProgramWriter(ProgramBuilder):
         if before is not None:
             self.call(program_ops.put_precision_back, before)
         results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
+        if lead := placed.kind.lead:
+            results = [self.call(program_ops.divide, value, lead, len(batch.tasks)) for value in results]
         for name in batch.tasks:
             g.results[name] = (batch, tuple(results))
         self.commit_later(g, placed, batch, results[len(placed.scatter) :], where)
@@ -267,6 +271,17 @@ class ProgramWriter(ProgramBuilder):
         if phase is not None and batch.owner is not None:
             for place, (wire, node) in enumerate(zip(placed.scatter, results, strict=False)):
                 self.pack_computed(g, phase, batch.tasks, wire, node, where, is_stacked(placed, batch, place))
+
+    def of_matrices(self, placed: Placed, batch: Batch, name: str, values: fx.Node) -> fx.Node:
+        """What the compute graph of a batch reads: the values of the matrices, if tasks are stacks of them."""
+        lead, wire = placed.kind.lead, any(wire.name == name for wire in placed.gather)
+        if not lead or name in placed.template.numbers:
+            return values
+        if wire and batch.stacked:
+            return self.call(program_ops.join, values, len(lead))
+        if wire or name in placed.resident:
+            return self.call(program_ops.matrices, values, len(lead))
+        return self.call(program_ops.for_each, values, math.prod(lead))
 
     def unpack(self, g: GroupView, batch: Batch, wire: Wire, where: str) -> fx.Node:
         """Assemble a batch's whole wire values [n, ...] from the receive buffer."""

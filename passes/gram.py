@@ -110,7 +110,7 @@ def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
     compute = rewritten(cut.compute, cut.template, hardware)
     if compute is cut.compute:
         return cut
-    cost = symbolic_flops(compute, cut.template)
+    cost = cut.kind.matrices * symbolic_flops(compute, cut.template)
     return replace(cut, compute=compute, cost=cost, flops=flops_of(cost, cut.template.shape))
 
 

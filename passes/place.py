@@ -67,10 +67,12 @@ class Place:
         for template in step.templates:
             families[template.kin].append(template)
         placed: dict[tuple[str, LayoutKind], Placed] = {}
-        layouts = {id(task.layout): task.layout for task in step.tasks}  # most tasks share one
-        kind_of = {key: LayoutKind.of(layout) for key, layout in layouts.items()}
+        dims = {template.name: len(template.shape) for template in step.templates}
+        layouts = {(id(t.layout), dims[t.template]): t.layout for t in step.tasks}  # most tasks share one
+        kinds = {key: LayoutKind.of(layout, key[1]) for key, layout in layouts.items()}
+        kind_of = {task.name: kinds[id(task.layout), dims[task.template]] for task in step.tasks}
         for task in step.tasks:
-            kind = kind_of[id(task.layout)]
+            kind = kind_of[task.name]
             if (task.template, kind) not in placed:
                 own = step.template_of(task)
                 family = families[own.kin]
@@ -78,7 +80,7 @@ class Place:
                 for template in family:
                     name = unique_name(template, kind, placed)
                     placed[template.name, kind] = split(template, kind, cut, name)
-        tasks = tuple(replace(task, placed=placed[task.template, kind_of[id(task.layout)]].name) for task in step.tasks)
+        tasks = tuple(replace(task, placed=placed[task.template, kind_of[task.name]].name) for task in step.tasks)
         return replace(step, form=Form.PLACED, placed=tuple(placed.values()), tasks=tasks)
 
 
@@ -154,11 +156,13 @@ class Cutter:
             return stored is None or not stored.whole
         if not pointwise(node):
             return False
-        apart = self.kind.sharded or self.kind.replicated  # else the fragment is the whole tensor
+        apart = self.kind.sharded or self.kind.replicated or self.kind.lead  # else the fragment is the whole matrix
         if self.exact and apart and not placed_equally(node, self.machine, self.kind.aligned):
             return False
-        operands = [tensor_value(n) for n in node.all_input_nodes]
-        return all(t is None or broadcasts(tuple(t.shape), self.shape) for t in operands)
+        operands = [(n, v) for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
+        if self.kind.lead and any(not v.ndim and n not in self.everywhere for n, v in operands):
+            return False  # it has one for each matrix, and a stack of such is not 0-d
+        return all(broadcasts(tuple(v.shape), self.shape) for _, v in operands)
 
     def fragment_nodes(self) -> set[fx.Node]:
         """The FRAGMENT nodes of the cheapest cut.
@@ -273,7 +277,7 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
     prepare = subgraph(graph, [], [*gather, *kept])
     compute = subgraph(graph, gather, [*scatter, *(new[w] for w in owner_writes)])
     apply = subgraph(graph, [*scatter, *kept], [new[w] for w in fragment_writes])
-    cost = symbolic_flops(compute, template)
+    cost = kind.matrices * symbolic_flops(compute, template)
     return Placed(
         name=name,
         template=template,
@@ -281,9 +285,9 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
         prepare=prepare,
         compute=compute,
         apply=apply,
-        gather=tuple(wire(n) for n in gather),
+        gather=tuple(wire(n, kind.lead) for n in gather),
         kept=tuple(n.name for n in kept),
-        scatter=tuple(wire(n) for n in scatter),
+        scatter=tuple(wire(n, kind.lead) for n in scatter),
         fragment_writes=fragment_writes,
         resident=resident,
         cost=cost,
@@ -291,8 +295,12 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
     )
 
 
-def wire(node: fx.Node) -> Wire:
-    """The wire that carries the value of a node, with the shape and dtype of the whole value."""
+def wire(node: fx.Node, lead: Shape) -> Wire:
+    """The wire that carries the values of a node, with the shape and dtype of all of them.
+
+    Args:
+        lead: the dims that count the matrices for each of which there is a value.
+    """
     value = tensor_value(node)
     assert value is not None
-    return Wire(node.name, tuple(value.shape), value.dtype)
+    return Wire(node.name, (*lead, *value.shape), value.dtype)

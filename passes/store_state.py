@@ -68,7 +68,7 @@ class StoreState:
             return None
         if found.dtype == "int8" and (why := self._no_codes(leaf, family)):
             return self.rules.without_codes(found, leaf.name, leaf.dtype, why)
-        if found.dtype != "int8" or not any(cuts_blocks(layout, leaf) for layout in layouts):
+        if found.dtype != "int8" or leaf.shape != family[0].shape or not any(map(cuts_blocks, layouts)):
             return found
         if not any(map(needs_whole_matrix, family)):
             raise no_codes(leaf.name, "ranks hold parts of its blocks, and an elementwise update has no owner")
@@ -94,9 +94,7 @@ def marked(template: Template, storages: dict[str, Storage | None]) -> Template:
     return replace(template, inputs=inputs, state=state)
 
 
-def cuts_blocks(layout: Layout, leaf: Leaf) -> bool:
-    """Does a rank hold a part of a block?"""
-    if leaf.shape != layout.shape:
-        return False
+def cuts_blocks(layout: Layout) -> bool:
+    """Does a rank hold a part of a block of a leaf that is laid out so?"""
     ends = {end for box in layout.boxes if box.numel for end in (box.start[-1], box.start[-1] + box.size[-1])}
     return any(end % BLOCK and end != layout.shape[-1] for end in ends)

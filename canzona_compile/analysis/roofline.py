@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -105,6 +105,11 @@ class NodeWork:
     size: float = 0.0
     own: bool = False
 
+    def times(self, matrices: int) -> NodeWork:
+        """The same for each matrix of a stack, in one call."""
+        scaled = {name: matrices * getattr(self, name) for name in ("seconds", "bytes", "added", "turned", "flops")}
+        return replace(self, **scaled)
+
     def lasts(self, hardware: Hardware) -> float:
         """The seconds that the node takes, without launches."""
         return max(self.seconds, self.bytes / hardware.bandwidth) + self.added
@@ -124,7 +129,7 @@ class NodeWork:
 
 @dataclass(frozen=True, slots=True)
 class GraphTime:
-    """What a graph takes for one whole matrix.
+    """What a graph takes for one task: a whole matrix, or each of a stack.
 
     Attributes:
         calls: operators that are launched, matrix products aside.
@@ -155,9 +160,9 @@ class GraphTime:
         return self.seconds + self.launches(hardware)
 
 
-def graph_time(graph: fx.Graph, hardware: Hardware) -> GraphTime:
-    """What a graph takes for one whole matrix, its nodes one after the other and nothing fused."""
-    done = list(works(graph, hardware))
+def graph_time(graph: fx.Graph, hardware: Hardware, matrices: int = 1) -> GraphTime:
+    """What a graph takes for a stack of so many matrices, its nodes one after the other and nothing fused."""
+    done = [work.times(matrices) for work in works(graph, hardware)]
     products = Counter(work.product for work in done if work.product)
     return GraphTime(
         sum(work.lasts(hardware) for work in done),
@@ -265,7 +270,7 @@ def dtype_name(value: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTime:
-    """What the three graphs of a cut take for one whole matrix.
+    """What the three graphs of a cut take for one task.
 
     Attributes:
         gathered, scattered: bytes that cross to and from the owner.
@@ -287,16 +292,17 @@ class PlacedTime:
 
 def placed_time(placed: Placed, hardware: Hardware) -> PlacedTime:
     """What the graphs of a cut take on some hardware, and the bytes that they exchange."""
-    prepare, compute, apply = (graph_time(g, hardware) for g in (placed.prepare, placed.compute, placed.apply))
+    count, graphs = placed.kind.matrices, (placed.prepare, placed.compute, placed.apply)
+    prepare, compute, apply = (graph_time(g, hardware, count) for g in graphs)
     sizes = [math.prod(w.shape) * w.itemsize for w in placed.gather]
     sent = outputs(placed.prepare)[: len(sizes)]
     packed = sum(size for size, node in zip(sizes, sent, strict=True) if not casts(node))
     made = (tensor_value(n) for n in outputs(placed.apply) if isinstance(n, fx.Node) and n.op == "placeholder")
-    kept = sum(size_of(value) for value in made if value is not None)
+    kept = count * sum(size_of(value) for value in made if value is not None)
     turned = 0.0
     for node in outputs(placed.compute)[: len(placed.scatter)]:
         if transposed(node):
             value = tensor_value(node)
             assert value is not None
-            turned += 2 * size_of(value) * max(0.0, 1 / turning(value, hardware) - 1 / hardware.bandwidth)
+            turned += 2 * count * size_of(value) * max(0.0, 1 / turning(value, hardware) - 1 / hardware.bandwidth)
     return PlacedTime(prepare, compute, apply, sum(sizes), bytes_of_wires(placed.scatter), packed, kept, turned)

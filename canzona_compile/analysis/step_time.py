@@ -55,7 +55,8 @@ def rates_of(machine: Machine, ranks: tuple[int, ...] = ()) -> Rates:
 def task_seconds(placed: Placed, machine: Machine, ranks: tuple[int, ...]) -> float:
     """Seconds that one matrix takes by itself: arithmetic, and launches, which are all there is to small ones."""
     hardware, rates = hardware_of(machine), rates_of(machine, ranks)
-    return placed.flops / rates.flops + graph_time(placed.compute, hardware).launches(hardware)
+    launches = graph_time(placed.compute, hardware, placed.kind.matrices).launches(hardware)
+    return placed.flops / rates.flops + launches
 
 
 # -- what a micro-group asks of its ranks ------------------------------------------------------
@@ -168,7 +169,8 @@ class SharedLaunches:
 def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLaunches:
     """The launches of a cut that do not grow with the number of its tasks."""
     hardware = hardware_of(machine)
-    prepare, compute, apply = (graph_time(g, hardware) for g in (placed.prepare, placed.compute, placed.apply))
+    graphs = (placed.prepare, placed.compute, placed.apply)
+    prepare, compute, apply = (graph_time(g, hardware, placed.kind.matrices) for g in graphs)
     return SharedLaunches(prepare.launches(hardware) + apply.launches(hardware), compute, hardware, stacks)
 
 

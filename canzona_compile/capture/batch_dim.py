@@ -106,8 +106,6 @@ def first_dim_is_batch(template: Template) -> bool:
     """Tell whether entry e of every leaf that a template writes depends only on entries e of its inputs."""
     if template.interpreted:
         return False
-    if template.batch_dims:
-        return True
     batch: dict[fx.Node, int | None] = {}  # the batch dim of every value, None if it has none
     for node, leaf in zip(placeholders(template.graph), template.inputs, strict=True):
         batch[node] = 0 if leaf.shape and leaf.shape[0] == template.shape[0] else None

@@ -68,7 +68,7 @@ def narrowed_on_owner(template: Template, machine: Machine, layout: Layout) -> b
     values = {n: value for n, value in calls.items() if value is not None}
     if layout.grid.size == 1 or not any(value.ndim == 0 and value.is_floating_point() for value in values.values()):
         return False
-    numbers, aligned = from_numbers(template.graph), LayoutKind.of(layout).aligned
+    numbers, aligned = from_numbers(template.graph), LayoutKind.of(layout, len(template.shape)).aligned
     return not all(placed_equally(n, machine, aligned) for n in values if n not in numbers)
 
 

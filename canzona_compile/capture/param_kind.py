@@ -11,6 +11,7 @@ import torch
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import Variant
 from canzona_compile.eager.own_object import Maker
+from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
 from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.replica.leaves import LeafForm, LeafPaths
@@ -29,6 +30,7 @@ class ParamKind:
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
     transitional: bool = False  # whether the next step is interpreted because it changes the form of the state
+    shared: frozenset[str] = frozenset()  # the leaves that have one value for all matrices of a stack
     maker: Maker | None = None  # makes the optimizer object of a matrix, if each has one of its own
 
     @property
@@ -40,6 +42,11 @@ class ParamKind:
     def template(self) -> Template:
         """The template of the variant that was captured first."""
         return next(iter(self.templates.values()))
+
+    def leaves(self, shape: Shape) -> tuple[Leaf, ...]:
+        """The tensor leaves of the state of a parameter of this shape, which is a matrix or a stack of them."""
+        lead = shape[: len(shape) - len(self.template.shape)]
+        return tuple(leaf if leaf.name in self.shared else leaf.of_stack(lead) for leaf in self.state)
 
     @property
     def leaf_forms(self) -> frozenset[LeafForm]:

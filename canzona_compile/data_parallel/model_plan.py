@@ -158,7 +158,7 @@ def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
         return False
     if constants(kind) != constants(part):
         return False  # an integer in the graph may be a size of the parameter
-    leaves = {(leaf.name, leaf.shape == bound.task.shape, leaf.shape == ()) for leaf in kind.state}
+    leaves = {(leaf.name, leaf.shape == kind.template.shape, leaf.shape == ()) for leaf in kind.state}
     own = {(leaf.name, leaf.shape == spec.shape, leaf.shape == ()) for leaf in part.state}
     everywhere = all(same or scalar for _, same, scalar in leaves)
     return everywhere and leaves == own and same_but_sizes(kind, part)

@@ -44,7 +44,7 @@ def captured(step: Step) -> None:
         if task.template not in templates:
             raise InvalidStep(f"there is no template {task.template!r}", at=task.name)
         shape = templates[task.template].shape
-        if task.layout.shape != shape:
+        if task.layout.shape[len(task.layout.shape) - len(shape) :] != shape:
             raise InvalidStep(
                 f"its layout is of {list(task.layout.shape)}, its template of {list(shape)}",
                 at=task.name,
@@ -143,14 +143,15 @@ def placed(step: Step) -> None:
     for cut in step.placed:
         placed_graphs(cut)
     cuts, templates = {p.name: p for p in step.placed}, {t.name: t for t in step.templates}
-    kinds: dict[int, LayoutKind] = {}
+    kinds: dict[tuple[int, int], LayoutKind] = {}
     for task in step.tasks:
         if task.placed not in cuts:
             raise InvalidStep(f"there is no cut {task.placed!r}", at=task.name)
         cut = cuts[task.placed]
         if cut.template is not templates[task.template]:
             raise InvalidStep(f"its cut {cut.name} is not of its template {task.template}", at=task.name)
-        kind = kinds.get(id(task.layout)) or kinds.setdefault(id(task.layout), LayoutKind.of(task.layout))
+        key = id(task.layout), len(cut.template.shape)
+        kind = kinds.get(key) or kinds.setdefault(key, LayoutKind.of(task.layout, key[1]))
         if cut.kind != kind:
             raise InvalidStep(f"its cut {cut.name} is for layouts {cut.kind}, its layout is {kind}", at=task.name)
 
@@ -199,7 +200,7 @@ def placed_graphs(cut: Placed) -> None:
     returns(cut.compute, len(cut.scatter) + len(cut.owner_writes), f"compute of {where}")
     returns(cut.apply, len(cut.fragment_writes), f"apply of {where}")
     for graph, wires in ((cut.prepare, cut.gather), (cut.compute, cut.scatter)):
-        typed(graph, wires, where)
+        typed(graph, wires, cut.kind.lead, where)
 
 
 def elementwise(graph: fx.Graph, where: str) -> None:
@@ -210,11 +211,11 @@ def elementwise(graph: fx.Graph, where: str) -> None:
             raise InvalidStep(f"{node.target} is not pointwise, in {where}", at=f"%{node.name}")
 
 
-def typed(graph: fx.Graph, wires: Sequence[Wire], where: str) -> None:
-    """Check that the first results of a graph have the shapes and dtypes of the wires."""
+def typed(graph: fx.Graph, wires: Sequence[Wire], lead: Shape, where: str) -> None:
+    """Check that the first results of a graph, one for each matrix, have the shapes and dtypes of the wires."""
     for wire, node in zip(wires, outputs(graph), strict=False):
         value = tensor_value(node) if isinstance(node, fx.Node) else None
-        if value is not None and (tuple(value.shape), value.dtype) != (wire.shape, wire.dtype):
+        if value is not None and ((*lead, *value.shape), value.dtype) != (wire.shape, wire.dtype):
             raise InvalidStep(
                 f"wire {wire.name} is {wire.dtype} {list(wire.shape)}, its value {value.dtype} {list(value.shape)}",
                 at=where,

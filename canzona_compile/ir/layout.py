@@ -141,14 +141,24 @@ class LayoutKind:
     sharded: bool
     replicated: bool
     aligned: bool  # whole matrix and fragments are multiples of `WHOLE_VECTORS`
+    lead: Shape = ()  # the first dims of a stack, which count its matrices
 
     @classmethod
-    def of(cls, layout: Layout) -> LayoutKind:
-        sizes = [math.prod(layout.shape), *(box.numel for box in layout.boxes)]
-        return cls(layout.grid.shards > 1, layout.grid.replicas > 1, all(n % WHOLE_VECTORS == 0 for n in sizes))
+    def of(cls, layout: Layout, ndim: int) -> LayoutKind:
+        """The kind of a layout of matrices that have `ndim` dims each."""
+        lead = layout.shape[: len(layout.shape) - ndim]
+        sizes = [math.prod(layout.shape), math.prod(layout.shape[len(lead) :]), *(box.numel for box in layout.boxes)]
+        aligned = all(n % WHOLE_VECTORS == 0 for n in sizes)
+        return cls(layout.grid.shards > 1, layout.grid.replicas > 1, aligned, lead)
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices a task has."""
+        return math.prod(self.lead)
 
     def __str__(self) -> str:
-        return "+".join(n for n in ("sharded", "replicated", "aligned") if getattr(self, n)) or "whole"
+        stack = [f"stack{'x'.join(map(str, self.lead))}"] if self.lead else []
+        return "+".join([*stack, *(n for n in ("sharded", "replicated", "aligned") if getattr(self, n))]) or "whole"
 
 
 def local_layout(shape: Sequence[int], rank: int) -> Layout:

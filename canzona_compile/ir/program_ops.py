@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from canzona_compile.compat.matmul_precision import Kept, matmul_precision, put_back, set_precision
-from canzona_compile.compat.torch_private import FakeTensor, OpOverload, pytree
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.layout import Shape
 
 Index = tuple[Any, ...]
@@ -113,17 +113,46 @@ def stack(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values))
 
 
-def join(values: Sequence[Tensor]) -> Tensor:
-    """Join n stacks [e, ...] to one stack [n * e, ...]; transposed matrices stay transposed, as in `stack`."""
-    first = values[0]
+def join(values: Tensor | Sequence[Tensor], dims: int) -> Tensor:
+    """Join n stacks, whose first `dims` dims count matrices, to one stack of all matrices.
+
+    Transposed matrices stay transposed, as in `stack`. One stack is not copied.
+    """
+    if isinstance(values, Tensor):
+        return values.flatten(0, dims)
+    flat = [value.flatten(0, dims - 1) for value in values]
+    if len(flat) == 1:
+        return flat[0]
+    first = flat[0]
     if not first.is_contiguous() and first.device.type == "cpu" and first.ndim == 3 and first.mT.is_contiguous():
-        return torch.cat([value.mT for value in values]).mT
-    return torch.cat(list(values))
+        return torch.cat([value.mT for value in flat]).mT
+    return torch.cat(flat)
 
 
-def divide(values: Tensor, matrices: int) -> Sequence[Tensor]:
-    """Split one stack [n * e, ...] into n views [e, ...]."""
-    return list(values.split(matrices))
+def matrices(values: Sequence[Tensor], dims: int) -> list[Tensor]:
+    """List the matrices of n stacks, aligned as they are alone; one of zeros if there are none.
+
+    Args:
+        dims: how many of the first dims count matrices.
+    """
+    found = [own for value in values for own in value.flatten(0, dims - 1).unbind()]
+    if not found:
+        return [values[0].new_zeros(values[0].shape[dims:])]
+    if found[0].numel() * found[0].itemsize % MATRIX_ALIGNMENT:
+        return [own.clone() for own in found]
+    return found
+
+
+def for_each(values: Sequence[Tensor], count: int) -> list[Tensor]:
+    """List a value of each task once for each of its `count` matrices."""
+    return [value for value in values for _ in range(max(1, count))]
+
+
+def divide(values: Tensor | Sequence[Tensor], lead: Shape, tasks: int) -> list[Tensor]:
+    """Divide the values of all matrices among tasks that are stacks, which begin with the dims `lead`."""
+    count = math.prod(lead)
+    whole = values if isinstance(values, Tensor) else stack(values)
+    return [whole[i * count : (i + 1) * count].unflatten(0, lead) for i in range(tasks)]
 
 
 def unstack(values: Tensor) -> list[Tensor]:
@@ -242,56 +271,7 @@ class ProductAt:
             return self.operator(*args, **kwargs)
 
 
-@dataclass(frozen=True, eq=False)
-class EachMatrix:
-    """Target of a node: an operator that is called for each matrix of a stack.
-
-    Args:
-        operator: takes the values of one matrix, and returns a tensor or a tuple of tensors.
-        stacked: which of all operands, in the order of a flattened call, have an entry per matrix.
-        dims: how many dims count matrices.
-    """
-
-    operator: Callable[..., Any]
-    stacked: frozenset[int]
-    dims: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__name__", f"each_matrix_{self.operator.__name__.replace('.', '_')}")
-        object.__setattr__(self, "__qualname__", self.__name__)  # type: ignore[attr-defined]
-
-    def __repr__(self) -> str:
-        return f"each matrix: {self.operator}"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator for each matrix, and stack what it returns."""
-        leaves, form = pytree.tree_flatten((args, kwargs))
-        lead: Shape = leaves[min(self.stacked)].shape[: self.dims]
-        traced = math.prod(lead) == 0 or any(isinstance(leaf, FakeTensor) for leaf in leaves)
-        for i in self.stacked:
-            own = leaves[i].flatten(0, self.dims - 1) if self.dims > 1 else leaves[i]
-            leaves[i] = [own.new_zeros(own.shape[1:])] if traced else matrices_of(own)
-        positional, named = pytree.tree_unflatten(leaves, form)
-        found = each(self.operator, *positional, **named)
-        several = isinstance(found, tuple)
-        stacks = []
-        for own in found if several else (found,):
-            whole = own[0].new_empty((math.prod(lead), *own[0].shape)) if traced else stack(own)
-            stacks.append(whole.unflatten(0, lead) if self.dims > 1 else whole)
-        return tuple(stacks) if several else stacks[0]
-
-
-def matrices_of(stack: Tensor) -> list[Tensor]:
-    """The matrices of a stack `[n, ...]`, aligned as they are alone."""
-    found = list(stack.unbind())
-    if found and found[0].numel() * found[0].itemsize % MATRIX_ALIGNMENT:
-        return [own.clone() for own in found]
-    return found
-
-
 def operator_of(node: fx.Node) -> Any:
-    """Return the operator that a node calls, in whichever precision, once or for each matrix of a stack."""
+    """Return the operator that a node calls, in whichever precision."""
     target: Any = node.target
-    while isinstance(target, ProductAt | EachMatrix):
-        target = target.operator
-    return target
+    return target.operator if isinstance(target, ProductAt) else target

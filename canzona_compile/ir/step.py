@@ -82,6 +82,15 @@ class Leaf:
         whole = None if self.stored is None or self.dtype is None else self.stored.nbytes(shape, self.dtype)
         return math.prod(shape) * self.element_bytes if whole is None else whole
 
+    def of_stack(self, lead: Shape) -> Leaf:
+        """The leaf of a stack, whose matrices lie one after the other, each as it lies alone.
+
+        Args:
+            lead: the dims that count matrices.
+        """
+        stride = self.stride and (*(math.prod((*lead[i + 1 :], *self.shape)) for i in range(len(lead))), *self.stride)
+        return replace(self, shape=(*lead, *self.shape), stride=stride)
+
     def blank(self, device: torch.device) -> torch.Tensor:
         """Zeros laid out like the leaf."""
         strides = self.stride or torch.empty(self.shape, device="meta").stride()
@@ -90,7 +99,7 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Template:
-    """One optimizer step for one kind of parameter, as if on one device.
+    """One optimizer step of a matrix of one kind, as if on one device. A task takes it for each matrix of a stack.
 
     `graph` has a placeholder per leaf of `inputs`, in order and of the same name, and returns a tuple
     with the new value of every leaf in `writes`.
@@ -108,7 +117,6 @@ class Template:
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
     precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
     draws: bool = False  # whether it draws random numbers, which one rank has to do
-    batch_dims: int = 0  # how many dims of the parameter come first and count matrices, each stepped as if alone
 
     @property
     def kin(self) -> str:
@@ -148,7 +156,7 @@ class Wire:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stacked:
-    """A compute graph for n tasks at once.
+    """A compute graph for n matrices at once, of one task or of several.
 
     Values are tensors [n, ...] (stacked) or lists of n tensors; `inputs` and `outputs` tell which
     wires, resident leaves and results are stacked.
@@ -166,6 +174,8 @@ class Placed:
     prepare: fragment leaves, scalars -> gather wires, then kept values
     compute: gather wires, resident state, scalars -> scatter wires, then new resident state
     apply:   scatter wires, kept values, fragment leaves, scalars -> new fragment leaves
+
+    Of a stack, prepare and apply run on fragments of all of it, and compute for each matrix. Wires are whole stacks.
     """
 
     name: str
@@ -179,9 +189,9 @@ class Placed:
     scatter: tuple[Wire, ...]
     fragment_writes: tuple[str, ...]
     resident: tuple[str, ...]  # state leaves that live on the owner only
-    cost: sympy.Expr  # FLOPs of compute in the dims of the matrix
+    cost: sympy.Expr  # FLOPs of compute for all matrices of a task, in the dims of one
     flops: int
-    stacked: Stacked | None = None  # compute for n tasks at once, if `batch` made one
+    stacked: Stacked | None = None  # compute for n matrices at once, if `batch` made one
 
     @property
     def elementwise(self) -> bool:
@@ -192,6 +202,15 @@ class Placed:
     def counts(self) -> bool:
         """Whether every rank writes 0-d state, even if its fragment is empty."""
         return any(leaf.name in self.fragment_writes and not leaf.shape for leaf in self.template.state)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves of a task's state that are known. Matrices of a stack share what every rank computes."""
+
+        def shared(leaf: Leaf) -> bool:
+            return not leaf.shape and leaf.name not in self.resident
+
+        return tuple(leaf if shared(leaf) else leaf.of_stack(self.kind.lead) for leaf in self.template.leaves)
 
     @property
     def stored(self) -> dict[str, Storage]:

@@ -1,4 +1,4 @@
-"""Turn graphs for one task into graphs for n tasks: every tensor [...] becomes a list of n, or a stack [n, ...]."""
+"""Turn graphs for one matrix into graphs for n of them: every tensor [...] becomes a list of n, or a stack [n, ...]."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ class Lifter:
 
     Args:
         stacked: names of placeholders that arrive as one tensor [n, ...]. Other tensors arrive as lists of n.
-        matrices: e, if tasks are stacks [e, ...] themselves. Stacks of these are joined to one [n * e, ...], on which
-            the operators of one stack run as they are.
     """
 
     def __init__(
@@ -47,9 +45,8 @@ class Lifter:
         stackable: Callable[[fx.Node], bool],
         foreach: bool,
         in_place: frozenset[fx.Node] = frozenset(),
-        matrices: int = 0,
     ) -> None:
-        self.graph, self.matrices = fx.Graph(), matrices
+        self.graph = fx.Graph()
         self.stackable, self.foreach, self.in_place = stackable, foreach, in_place
         self._stacked_names, self._single_names = set(stacked), set(single)
         self.lists: dict[fx.Node, fx.Node] = {}
@@ -66,18 +63,8 @@ class Lifter:
                 elif node.target in self._single_names:
                     home = self.singles
                 home[node] = self.graph.placeholder(str(node.target))
-                if self.matrices and home is self.stacks:
-                    home[node] = self.graph.call_function(aten.flatten.using_ints, (home[node], 0, 1))
             elif node.op == "call_function":
                 self._call(node)
-
-    def result(self, node: fx.Node) -> fx.Node:
-        """The value of a node as a result: a stack [n, ...] if it is one."""
-        if node not in self.stacks:
-            return self.listed(node)
-        if not self.matrices:
-            return self.stacks[node]
-        return self.graph.call_function(aten.unflatten.int, (self.stacks[node], 0, [-1, self.matrices]))
 
     def _call(self, node: fx.Node) -> None:
         operands = node.all_input_nodes
@@ -95,16 +82,13 @@ class Lifter:
         if node in self.singles:
             return self.singles[node]
         if node not in self.lists:
-            of_joined = (program_ops.divide, (self.stacks[node], self.matrices))
-            of_stack = (program_ops.unstack, (self.stacks[node],))
-            self.lists[node] = self.graph.call_function(*(of_joined if self.matrices else of_stack))
+            self.lists[node] = self.graph.call_function(program_ops.unstack, (self.stacks[node],))
         return self.lists[node]
 
     def stack(self, node: fx.Node) -> fx.Node:
-        """The value of a node as one tensor [n, ...], or [n * e, ...]."""
+        """The value of a node as one tensor [n, ...]."""
         if node not in self.stacks:
-            target = program_ops.join if self.matrices else program_ops.stack
-            self.stacks[node] = self.graph.call_function(target, (self.lists[node],))
+            self.stacks[node] = self.graph.call_function(program_ops.stack, (self.lists[node],))
         return self.stacks[node]
 
     def _listed_call(self, node: fx.Node) -> fx.Node:
@@ -144,15 +128,13 @@ class Lifter:
             value = tensor_value(n)
             assert value is not None
             whole = self.stack(n)
-            if pointwise(node) and value.ndim < ndim and not self.matrices:
+            if pointwise(node) and value.ndim < ndim:
                 return self.graph.call_function(program_ops.spread, (whole, ndim))
             return whole
 
         args: Any = fx.map_arg(node.args, operand)
         kwargs: Any = fx.map_arg(node.kwargs, operand)
         source: Any = node.target
-        if self.matrices:
-            return self.graph.call_function(source, args, kwargs)
         if source is aten.permute.default:
             args = (args[0], [0, *(d % ndim + 1 for d in args[1])])
         if source in REDUCTIONS:
@@ -257,20 +239,18 @@ def lift_stacked(
     stackable: Callable[[fx.Node], bool],
     *,
     foreach: bool,
-    matrices: int = 0,
 ) -> Stacked:
     """Lift a compute graph to stacks where `stackable` allows it, and to lists elsewhere.
 
     Args:
         stacked: names of placeholders that arrive as one tensor [n, ...].
-        matrices: how many matrices a task has if it is a stack itself.
     """
     names = tuple(stacked)
-    lifter = Lifter(names, single, stackable, foreach, matrices=matrices)
+    lifter = Lifter(names, single, stackable, foreach)
     lifter.lift(graph)
     results = outputs(graph)
     whole = tuple(n in lifter.stacks for n in results)
-    lifter.graph.output(tuple(map(lifter.result, results)))
+    lifter.graph.output(tuple(lifter.stacks[n] if n in lifter.stacks else lifter.listed(n) for n in results))
     return Stacked(lifter.graph, names, whole)
 
 

@@ -1,4 +1,4 @@
-"""Which operators may run on a stack of matrices of tasks that are alike, and which cuts gain from that."""
+"""Which operators may run on a stack of matrices, of one task or of several, and which cuts gain from that."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import addend, factors, flips, turned
-from canzona_compile.ir.bit_exactness import batches_equal, placed_equally, position_free, reductions_equal
+from canzona_compile.ir.bit_exactness import batches_equal, position_free, reductions_equal
 from canzona_compile.ir.fx_utils import pointwise, tensor_value
-from canzona_compile.ir.layout import WHOLE_VECTORS
-from canzona_compile.ir.program_ops import EachMatrix
 from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lowering.batch_graph import REDUCTIONS, factorization, product, starts_stack
@@ -22,10 +20,6 @@ from canzona_compile.machine.hardware import Machine, hardware_of
 
 aten = torch.ops.aten
 
-# Operators of a stack that depend on no number of matrices.
-JOINED = frozenset(
-    {aten.bmm.default, aten.baddbmm.default, aten.permute.default, aten.unsqueeze.default, SYM_GEMM, GEMM_AXPBY}
-)
 # Operators that take dims, and where the dims are among their arguments.
 DIMS: dict[Any, slice] = {
     aten.diagonal.default: slice(2, 4),
@@ -35,25 +29,26 @@ DIMS: dict[Any, slice] = {
 
 
 def stacks(placed: Placed, machine: Machine, exact: bool) -> bool:
-    """Whether something in a cut starts a stack of the tasks' matrices."""
+    """Whether something in a cut starts a stack of matrices."""
     on_stack = runs_on_stack(placed, machine, exact)
     return any(starts_stack(n) and on_stack(n) for n in placed.compute.nodes)
 
 
 def runs_on_stack(placed: Placed, machine: Machine, exact: bool) -> Callable[[fx.Node], bool]:
-    """What tells which operators of a cut may run on a stack of the tasks' operands."""
-    if matrices := num_matrices(placed):
-        return joinable(placed.compute, matrices, machine, exact).__contains__
-    return partial(stackable, machine=machine, exact=exact)
+    """What tells which operators of a cut may run on a stack of the operands of its matrices.
+
+    On CUDA the optimizer's own step of a stack is a batched product, whose rounding is as good as another's.
+    """
+    library = bool(placed.kind.lead) and machine.device == "cuda"
+    return partial(stackable, machine=machine, exact=exact, library=library)
 
 
-def num_matrices(placed: Placed) -> int:
-    """How many matrices a task has that is a stack itself, with one dim for them; 0 for all other tasks."""
-    return placed.template.shape[0] if placed.template.batch_dims == 1 else 0
+def stackable(node: fx.Node, machine: Machine, exact: bool, library: bool = False) -> bool:
+    """Whether an operator may run on a stack of the operands of matrices.
 
-
-def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
-    """Whether an operator may run on a stack of the tasks' operands."""
+    Args:
+        library: whether all products of the library may under exact numerics as well.
+    """
     if name := factorization(node):
         return not exact and gains_by_stacking(name, node, machine)
     value = tensor_value(node)
@@ -64,7 +59,7 @@ def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
         more = addend(node)
         plain = value.ndim == 2 and (more is None or tuple(more.meta["val"].shape) == tuple(value.shape))
         # Our own products do not promise the library's bits, stacked or not.
-        equal = not exact or node.target in (SYM_GEMM, GEMM_AXPBY)
+        equal = not exact or library or node.target in (SYM_GEMM, GEMM_AXPBY)
         equal = equal or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
         return product(node) and plain and equal
     if node.target in DIMS:
@@ -79,38 +74,6 @@ def stackable(node: fx.Node, machine: Machine, exact: bool) -> bool:
     same = all(v.dtype == value.dtype for v in operands)
     equal = not exact or position_free(node, machine)
     return pointwise(node) and equal and (same or node.target is aten._to_copy.default)
-
-
-def joinable(graph: fx.Graph, matrices: int, machine: Machine, exact: bool) -> set[fx.Node]:
-    """The nodes of a graph of a stack that run on several stacks joined to one, as they run on each.
-
-    Args:
-        matrices: of the stack. Values of the graph that begin with this dim have an entry per matrix, if they are
-            inputs or made of such.
-    """
-    many: set[fx.Node] = set()
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        value = tensor_value(node)
-        tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]
-        if node.op == "placeholder" and value is not None and value.shape[:1] == (matrices,):
-            many.add(node)
-        elif node.op == "call_function" and not many.isdisjoint(tensors):
-            many.add(node)
-            fits = many.issuperset(tensors) and joins(node, machine, exact)
-            found |= {node} if fits else set()
-    return found
-
-
-def joins(node: fx.Node, machine: Machine, exact: bool) -> bool:
-    """Whether an operator runs on more matrices as on fewer."""
-    value = tensor_value(node)
-    if pointwise(node):
-        aligned = value is not None and value[0].numel() % WHOLE_VECTORS == 0
-        return not exact or placed_equally(node, machine, aligned)
-    if node.target in REDUCTIONS:
-        return True  # over dims that count from the end
-    return isinstance(node.target, EachMatrix) or node.target in JOINED
 
 
 def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:

@@ -31,6 +31,12 @@ STATE = "state"  # fetches and stores state
 # These calls index lists or make views on the host. They give a stream nothing to do.
 LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated)
 
+# These read their arguments, and write none of them.
+READS = (
+    *(program_ops.compact, program_ops.stack, program_ops.spread, storage.fetch),
+    *(program_ops.join, program_ops.matrices, program_ops.for_each, program_ops.divide),
+)
+
 Resource = Hashable  # a leaf of a task, a computed value, or a `SlotRange`
 StreamClock = dict[str, int]  # for each stream, how many of its calls are done
 
@@ -193,7 +199,7 @@ class Analysis:
             return read, written
         if node.target in (program_ops.copy, program_ops.start_all_to_all, storage.store):  # (targets, sources, ...)
             return given[1], given[0]
-        if node.target in (program_ops.compact, program_ops.stack, program_ops.spread, storage.fetch):
+        if node.target in READS:
             return everything, frozenset()
         return everything, everything
 

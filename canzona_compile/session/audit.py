@@ -72,7 +72,7 @@ class Audit:
             if state is None:
                 continue
             key = bound.param if bound.rehearsed is None else bound.rehearsed
-            for leaf in bound.kind.state:
+            for leaf in bound.leaves:
                 shape = tuple(key.shape) if leaf.shape == bound.task.shape else leaf.shape
                 write(state, bound.kind.paths[leaf.name], replace(leaf, shape=shape), bound.kind.structure)
             found[key] = state

@@ -63,7 +63,7 @@ class Binder:
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._layouts: dict[Any, Layout] = {}  # by form of DTensor
         self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
-        self._stacks = Stacks(capture, options.numerics == "exact")
+        self._stacks = Stacks(capture)
         self._named = named_params(optimizer, options.names, options.prefix)
         self._num_stacks: dict[tuple[int, ...], int] = {}  # by the ranks that share them
         self._known = KnownFragments({}, {}, {})
@@ -262,7 +262,7 @@ class Binder:
         if kind.maker is not None and is_portable(state):
             return saved_shapes(state)
         if kind.recorder is not None:
-            return {leaf.name: leaf.shape for leaf in kind.state}
+            return {leaf.name: leaf.shape for leaf in kind.leaves(own.layout.shape)}
         group = self.optimizer.param_groups[own.group]
         made = state_after_a_step(self.optimizer, group, own.spec)
         return {leaf: tuple(value.shape) for leaf, value in made.items()}
@@ -283,7 +283,8 @@ class Binder:
             return None
         whole = own.layout.shape
         numbers = sorted({box.size[0] for box in own.layout.boxes})  # of entries, on all ranks
-        if numbers == [whole[0]] or not independent(kind):
+        of_each = self._dims(own.group, whole) and not kind.template.interpreted
+        if numbers == [whole[0]] or not (of_each or independent(kind)):
             return None
         layout = own.layout_of_entries()
         if not layout.shape[0] and layout.grid.shards == 1:  # it is empty: it needs no owner, and no replica sends it
@@ -304,7 +305,7 @@ class Binder:
         if known is None or all(known is not kind for kind in self.capture.kinds.values()):
             group = self.optimizer.param_groups[own.group]
             like = ParamExample(group, own.spec, own.name, own.state or None)
-            known = self._stacks.kind_of(like, machine_of([own.param], self.options.hardware))
+            known = self._stacks.kind_of(like)
             if not own.state:
                 self._kinds[key] = known
         return known

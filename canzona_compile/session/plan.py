@@ -51,6 +51,11 @@ class BoundParam:
     rehearsed: Tensor | None = None
 
     @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The tensor leaves of its state."""
+        return self.kind.leaves(self.task.shape)
+
+    @property
     def views(self) -> tuple[ParamView, ...]:
         """How the optimizer's own parameter becomes `param`, view after view."""
         return tuple(view for view in (self.stand_in, self.division) if view is not None)
@@ -151,7 +156,7 @@ class Plan:
 
     def leaves(self, task: str) -> tuple[Leaf, ...]:
         """Return the tensor leaves of the state of a parameter, each with how it is stored."""
-        return with_storage(self.bound[task].kind.state, self.placed(task))
+        return with_storage(self.bound[task].leaves, self.placed(task))
 
     def storages(self, task: str) -> StorageOf:
         """Return what tells how leaves of a parameter's state are stored that no program works on."""
@@ -294,7 +299,8 @@ def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
         if name not in templates:
             device = bound[task.name].param.device
             spec = ParameterSpec(task.shape, kind.template.dtype, kind.grad_dtype, device)
-            made = interpreted_template(name, spec, "first step: creates the state", with_storage(kind.state, placed))
+            leaves = with_storage(bound[task.name].leaves, placed)
+            made = interpreted_template(name, spec, "first step: creates the state", leaves)
             templates[name] = replace(made, resident=placed.resident)
         tasks.append(Task(task.name, task.index, task.param_group, name, task.layout))
     first = Step(Form.CAPTURED, owned.optimizer, owned.machine, tuple(templates.values()), tuple(tasks))

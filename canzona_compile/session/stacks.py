@@ -16,51 +16,41 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Layout, Shape
-from canzona_compile.lowering.stack_of_matrices import stacked_leaf, stacked_template
-from canzona_compile.machine.hardware import Machine
+from canzona_compile.passes.place import everywhere
 from canzona_compile.replica.parameter_spec import ParamExample
-from canzona_compile.replica.raised import Untraceable
 
 RANGES_PER_OWNER = 4  # of all stacks together, so that owners have about equal loads
 MOST_BYTES = 1 << 28  # of a range, in the dtype of the parameter: 64 M elements of float32, as in a large matrix
 
 
 class Stacks:
-    """The kinds of stacks of matrices, made from those of one matrix.
+    """The kinds of parameters that may be stacks of matrices, which are those of one matrix."""
 
-    Args:
-        exact: whether each matrix must get the bits that it gets alone.
-    """
-
-    def __init__(self, capture: Capture, exact: bool) -> None:
-        self.capture, self.exact = capture, exact
-        self._of_each: dict[ParamKind, frozenset[str]] = {}  # by kind of one matrix, the leaves with a value per matrix
-        self._kinds: dict[tuple[ParamKind, Shape, bool], ParamKind] = {}  # by kind of one matrix, of stacks
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self._tried: set[ParamKind] = set()  # the kinds of one matrix of which a stack has been tried
 
     def dims(self, group: Mapping[str, Any], shape: Shape) -> int:
         """How many dims of a parameter of this shape count matrices that the optimizer steps one by one."""
         return num_batch_dims(self.capture.optimizer, group, len(shape))
 
-    def kind_of(self, like: ParamExample, machine: Machine) -> ParamKind:
-        """Find the kind of a parameter; if it is a stack whose matrices step one by one, capture one of them."""
+    def kind_of(self, like: ParamExample) -> ParamKind:
+        """Find the kind of a parameter; if it is a stack whose matrices step one by one, of one of them."""
         if not (dims := self.dims(like.group, like.spec.shape)):
             return self.capture.kind_of(like)
-        lead, shape = like.spec.shape[:dims], like.spec.shape[dims:]
-        spec, state = replace(like.spec, shape=shape, part=False), state_of_one(like.state, lead)
-        one = self.capture.kind_of(replace(like, spec=spec, state=state))
+        lead, spec = like.spec.shape[:dims], replace(like.spec, shape=like.spec.shape[dims:], part=False)
+        one = self.capture.kind_of(replace(like, spec=spec, state=state_of_one(like.state, lead)))
         if one.recorder is None:
             return self.capture.interpreted(like.spec, one.template.interpreted)
-        if one not in self._of_each:
-            self._of_each[one] = check_matrix_dims(self.capture.optimizer, like.group, spec)
-        key = one, lead, like.spec.part
-        known = self._kinds.get(key)
-        if known is None or len(known.templates) != len(one.templates):
-            try:
-                known = self._lifted(one, lead, machine, "_part" * like.spec.part)
-            except Untraceable as reason:
-                return self.capture.interpreted(like.spec, str(reason))
-            self._kinds[key] = known
-        return known
+        state = {leaf.name for leaf in one.state}
+        if one not in self._tried:
+            one.shared = frozenset(state - check_matrix_dims(self.capture.optimizer, like.group, spec))
+            self._tried.add(one)
+        same = {str(node.target) for node in everywhere([*one.templates.values()]) if node.op == "placeholder"}
+        if other := one.shared ^ (same & state):
+            reason = f"a stack has a value of {min(other)!r} for all matrices, and the step one for each, or not"
+            return self.capture.interpreted(like.spec, reason)
+        return one
 
     def ranges(
         self, like: ParamExample, layout: Layout, num_stacks: int, capacity: int | None
@@ -92,18 +82,6 @@ class Stacks:
             return []
         cuts = [entries * i // count for i in range(count + 1)]
         return [(a, b - a) for a, b in itertools.pairwise(cuts)]
-
-    def _lifted(self, one: ParamKind, lead: Shape, machine: Machine, suffix: str) -> ParamKind:
-        of_each = self._of_each[one]
-        templates = {
-            v: stacked_template(t, lead, of_each, machine, self.exact, suffix) for v, t in one.templates.items()
-        }
-        names = {own.name: templates[v].name for v, own in one.templates.items()}
-        period = one.variant_period
-        if period is not None:
-            period = replace(period, period=tuple(names[name] for name in period.period))
-        state = tuple(stacked_leaf(leaf, lead) if leaf.name in of_each else leaf for leaf in one.state)
-        return replace(one, templates=templates, state=state, variant_period=period)
 
 
 def state_of_one(state: Mapping[str, Any] | None, lead: Shape) -> dict[str, Any] | None:

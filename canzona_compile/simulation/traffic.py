@@ -88,7 +88,7 @@ def traffic(
     prepare, compute, apply, gathered, fetch, store = (np.zeros(shape) for _ in range(6))
     made = GroupTraffic(grid, prepare, compute, apply, ends, gathered, fetch, store)
     launches = Launches(step, group, times, hardware)
-    opened = {p.name: [own for own in p.template.leaves if own.name in p.opened] for p in step.placed if p.opened}
+    opened = {p.name: [own for own in p.leaves if own.name in p.opened] for p in step.placed if p.opened}
     scattered = np.zeros(shape)  # bytes of updates that a rank has for the other replicas
     moved = Moved(shape)
     for task in tasks:

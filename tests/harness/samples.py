@@ -172,7 +172,7 @@ def toy_placed(name: str, template: Template, layout: Layout) -> Placed:
     return Placed(
         name=name,
         template=template,
-        kind=LayoutKind.of(layout),
+        kind=LayoutKind.of(layout, len(template.shape)),
         prepare=prepare.returns(new, low, new),
         compute=compute.returns(update, new_q),
         apply=apply.returns(new_param, apply["new"]),

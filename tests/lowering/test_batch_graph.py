@@ -167,17 +167,12 @@ def test_products_become_batched_products() -> None:
     assert alike([list(evaluate(stacked.graph, {"x": x})[0])], one_by_one(graph, [{"x": t} for t in x]))
 
 
-def factored(matrices: int) -> fx.Graph:
-    """Products, a factorization, numbers that tasks share, and a function that is no operator.
-
-    Args:
-        matrices: of a task that is a stack; 0 for a task of one matrix.
-    """
-    shape, product = ((matrices, 4, 4), aten.bmm.default) if matrices else ((4, 4), aten.mm.default)
-    b = Builder(x=empty(shape), y=empty(shape), rate=empty(()))
+def factored() -> fx.Graph:
+    """Products, a factorization, numbers that tasks share, and a function that is no operator."""
+    b = Builder(x=empty((4, 4)), y=empty((4, 4)), rate=empty(()))
     half = b.call("half", aten.mul.Tensor, b["rate"], 0.5)
-    turned = b.call("turned", aten.permute.default, b["x"], [0, 2, 1] if matrices else [1, 0])
-    mixed = b.call("mixed", product, b["y"], turned)
+    turned = b.call("turned", aten.permute.default, b["x"], [1, 0])
+    mixed = b.call("mixed", aten.mm.default, b["y"], turned)
     moved = b.call("moved", aten.sub.Tensor, mixed, b["y"], alpha=2)
     scaled = b.call("scaled", aten.div.Tensor, moved, half)
     both = b.call("both", aten.linalg_qr.default, scaled)
@@ -197,26 +192,38 @@ OUTPUTS = {  # which are stacks, by what does not run on stacks
 
 @pytest.mark.parametrize("alone", OUTPUTS)
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("matrices", [0, 2])
-def test_tasks_of_matrices_and_of_stacks(matrices: int, foreach: bool, alone: str) -> None:
-    """Values go from stacks to lists and back where a node runs alone."""
-    graph = factored(matrices)
+def test_values_go_from_stacks_to_lists_and_back(foreach: bool, alone: str) -> None:
+    """Where a node runs alone."""
+    graph = factored()
     random = torch.Generator().manual_seed(0)
-    shape = (matrices, 4, 4) if matrices else (4, 4)
     rate = torch.tensor(0.5)  # and products of small integers, so that each order of sums gives the same bits
-    tasks = [{n: torch.randint(-9, 9, shape, generator=random).float() for n in "xy"} for _ in range(3)]
+    tasks = [{n: torch.randint(-9, 9, (4, 4), generator=random).float() for n in "xy"} for _ in range(3)]
 
     def on_stacks(node: fx.Node) -> bool:
-        single = {"nothing": (), "products": (aten.mm.default, aten.bmm.default)}.get(alone)
+        single = {"nothing": (), "products": (aten.mm.default,)}.get(alone)
         return single is not None and node.target not in (*single, torch.sub, torch.neg)
 
-    found = lift_stacked(graph, ["x"], ["rate"], on_stacks, foreach=foreach, matrices=matrices)
+    found = lift_stacked(graph, ["x"], ["rate"], on_stacks, foreach=foreach)
     assert (found.inputs, found.outputs) == (("x",), OUTPUTS[alone])
     values = {"x": torch.stack([t["x"] for t in tasks]), "y": [t["y"] for t in tasks], "rate": rate}
     *results, shared = evaluate(found.graph, values)
     expected = one_by_one(graph, [{**task, "rate": rate} for task in tasks])
     assert all(equal(shared, own) for own in expected.pop())
     assert alike([list(own) for own in results], expected)
+
+
+@pytest.mark.parametrize("lead", [(1,), (3,), (2, 3), (0,)])
+@pytest.mark.parametrize("shape", [(16, 4), (3, 5)])  # where each begins at a multiple of the alignment, or not
+def test_matrices_of_stacks_are_one_stack_or_one_list(lead: tuple[int, ...], shape: tuple[int, int]) -> None:
+    stacks = [torch.randn((*lead, *shape)) for _ in range(2)]
+    joined, listed = program_ops.join(stacks, len(lead)), program_ops.matrices(stacks, len(lead))
+    assert torch.equal(program_ops.join(torch.stack(stacks), len(lead)), joined)
+    assert program_ops.join(stacks[:1], len(lead)).data_ptr() == stacks[0].data_ptr()  # one is not copied
+    assert alike([listed[: len(joined)]], [list(joined)])
+    assert len(listed) == max(1, len(joined))  # there is one to compute with
+    assert all(own.data_ptr() % program_ops.MATRIX_ALIGNMENT == 0 for own in listed)
+    for values in (joined, listed):
+        assert alike([program_ops.divide(values, lead, 2)], [stacks])
 
 
 # -- in place ----------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def zero1_forecast(
 def template_cost(placed: Placed, tasks: Sequence[Task], request: Request) -> TemplateCost:
     time = placed_time(placed, request.hardware)
     return TemplateCost(
-        flops_of(symbolic_bytes(placed.compute, placed.template), placed.template.shape),
+        placed.kind.matrices * flops_of(symbolic_bytes(placed.compute, placed.template), placed.template.shape),
         time.compute.total(request.hardware),
         strategies(time, tasks, request.hardware, request.zero1),
     )
@@ -184,7 +184,7 @@ def held_state(step: Step, tasks: Sequence[Task]) -> tuple[dict[int, tuple[float
         alike[id(task.layout), task.placed].append(task)
     for (_, name), same_kind in alike.items():
         cut, layout = placed[name], same_kind[0].layout
-        for leaf in cut.template.leaves:
+        for leaf in cut.leaves:
             place = int(leaf.stored is not None and leaf.stored.host)
             whole, spread = leaf.nbytes(leaf.shape), leaf.shape == layout.shape
             for s, box in enumerate(layout.boxes):

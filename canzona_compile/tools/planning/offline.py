@@ -124,7 +124,6 @@ def captured_step(
     machine: Machine,
     everything: bool = False,
     capacity: int | None = None,
-    exact: bool = True,
 ) -> Captured:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
@@ -134,7 +133,6 @@ def captured_step(
         everything: whether it has tasks for the parameters that another optimizer updates elementwise, too, in the
             order of the model. The step of a chain always has them.
         capacity: bytes, as users gave them; a range of a stack has at most as many.
-        exact: whether numerics are exact.
     """
     check(mesh, model)
     sharding = WeightSharding(mesh, model.layers)
@@ -143,7 +141,7 @@ def captured_step(
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
-    stacks = [Stacks(Capture(own), exact) for own in members]
+    stacks = [Stacks(Capture(own)) for own in members]
     matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not steps_stacks(own)}
     divided = {
         w.name: stacks[w.member if chained else 0]
@@ -193,7 +191,7 @@ def captured_by(
         if (g, len(shape)) not in separable:  # nothing is rehearsed here, which costs more
             one = replace(like, spec=replace(spec, shape=shape[stacks.dims(like.group, shape) :]))
             separable[g, len(shape)] = check_separable(optimizer, one)
-        return stacks.kind_of(like, machine)
+        return stacks.kind_of(like)
 
     tasks: list[Task] = []
     periods: dict[str, VariantPeriod] = {}

@@ -118,9 +118,7 @@ def plan(
     )
     request = Request(found, sizes, rates, wanted, updates, bucket_bytes, tokens, gather, rank, replicas)
     say("capturing the optimizer's step")
-    begun = captured_step(
-        found, sizes, code, machine_of(rates, sizes), request.zero1, capacity, wanted.numerics == "exact"
-    )
+    begun = captured_step(found, sizes, code, machine_of(rates, sizes), request.zero1, capacity)
     say(f"planning {len(begun.step.tasks)} parameters on {sizes.ranks} ranks")
     owned, _ = run(begun.step, planning_passes(wanted))
     if capacity is not None:
