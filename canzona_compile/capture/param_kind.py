@@ -30,7 +30,7 @@ class ParamKind:
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
     transitional: bool = False  # whether the next step is interpreted because it changes the form of the state
-    shared: frozenset[str] = frozenset()  # the leaves that have one value for all matrices of a stack
+    shared: frozenset[str] | None = None  # leaves that all matrices of a stack share; None before a stack was tried
     maker: Maker | None = None  # makes the optimizer object of a matrix, if each has one of its own
 
     @property
@@ -46,7 +46,7 @@ class ParamKind:
     def leaves(self, shape: Shape) -> tuple[Leaf, ...]:
         """The tensor leaves of the state of a parameter of this shape, which is a matrix or a stack of them."""
         lead = shape[: len(shape) - len(self.template.shape)]
-        return tuple(leaf if leaf.name in self.shared else leaf.of_stack(lead) for leaf in self.state)
+        return tuple(leaf if leaf.name in (self.shared or ()) else leaf.of_stack(lead) for leaf in self.state)
 
     @property
     def leaf_forms(self) -> frozenset[LeafForm]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.batch_dim import num_batch_dims
 from canzona_compile.capture.eager_parity import narrowed_on_owner, needs_whole_matrix
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
@@ -32,7 +33,7 @@ from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.params import check_disjoint, flat_shards, named_params, of_odd_class
 from canzona_compile.session.plan import BoundParam, Described, machine_of
-from canzona_compile.session.stacks import Stacks
+from canzona_compile.session.stacks import kind_of, ranges
 from canzona_compile.session.state import check_gathers
 from canzona_compile.views.entries import (
     cut_along_experts,
@@ -63,7 +64,6 @@ class Binder:
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._layouts: dict[Any, Layout] = {}  # by form of DTensor
         self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
-        self._stacks = Stacks(capture)
         self._named = named_params(optimizer, options.names, options.prefix)
         self._num_stacks: dict[tuple[int, ...], int] = {}  # by the ranks that share them
         self._known = KnownFragments({}, {}, {})
@@ -144,7 +144,7 @@ class Binder:
         return replace(own, pieces=(shared if ranges else own).shown_by(view))
 
     def _ranges(self, own: Described) -> tuple[Described, list[tuple[int, int]]]:
-        """Divide a stack among its owners, see `Stacks.ranges`.
+        """Divide a stack among its owners, see `stacks.ranges`.
 
         Returns:
             What is divided, which may be this rank's entries of the stack, as a stack of their own; and the ranges.
@@ -158,7 +158,7 @@ class Binder:
         if own.layout_of_entries is not None:
             return own, []
         like = ParamExample(self.optimizer.param_groups[own.group], own.spec, own.name)
-        return own, self._stacks.ranges(like, own.layout, self._sharing(own.layout), self.options.capacity)
+        return own, ranges(self.capture, like, own.layout, self._sharing(own.layout), self.options.capacity)
 
     def _sharing(self, layout: Layout) -> int:
         """How many stacks the ranks of a layout share, and no others: all of these ranks count the same."""
@@ -171,7 +171,7 @@ class Binder:
         return self._num_stacks.get(layout.grid.members(), 1)
 
     def _dims(self, group: int, shape: Shape) -> int:
-        return self._stacks.dims(self.optimizer.param_groups[group], shape)
+        return num_batch_dims(self.optimizer, self.optimizer.param_groups[group], len(shape))
 
     def _layout(self, shown: Tensor, view: FragmentView | None, batch_dims: int = 0) -> Layout:
         """How a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
@@ -305,7 +305,7 @@ class Binder:
         if known is None or all(known is not kind for kind in self.capture.kinds.values()):
             group = self.optimizer.param_groups[own.group]
             like = ParamExample(group, own.spec, own.name, own.state or None)
-            known = self._stacks.kind_of(like)
+            known = kind_of(self.capture, like)
             if not own.state:
                 self._kinds[key] = known
         return known

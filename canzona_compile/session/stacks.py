@@ -23,65 +23,54 @@ RANGES_PER_OWNER = 4  # of all stacks together, so that owners have about equal 
 MOST_BYTES = 1 << 28  # of a range, in the dtype of the parameter: 64 M elements of float32, as in a large matrix
 
 
-class Stacks:
-    """The kinds of parameters that may be stacks of matrices, which are those of one matrix."""
+def kind_of(capture: Capture, like: ParamExample) -> ParamKind:
+    """Find the kind of a parameter. That of a stack whose matrices step one by one is the kind of one of them."""
+    if not (dims := num_batch_dims(capture.optimizer, like.group, len(like.spec.shape))):
+        return capture.kind_of(like)
+    lead, spec = like.spec.shape[:dims], replace(like.spec, shape=like.spec.shape[dims:], part=False)
+    one = capture.kind_of(replace(like, spec=spec, state=state_of_one(like.state, lead)))
+    if one.recorder is None:
+        return capture.interpreted(like.spec, one.template.interpreted)
+    state = {leaf.name for leaf in one.state}
+    if one.shared is None:
+        one.shared = frozenset(state - check_matrix_dims(capture.optimizer, like.group, spec))
+    numbers = {str(node.target) for node in everywhere([*one.templates.values()]) if node.op == "placeholder"}
+    if other := one.shared ^ (numbers & state):
+        reason = f"matrices of a stack share {min(other)!r}, which is not made of numbers, or have one each of numbers"
+        return capture.interpreted(like.spec, reason)
+    return one
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
-        self._tried: set[ParamKind] = set()  # the kinds of one matrix of which a stack has been tried
 
-    def dims(self, group: Mapping[str, Any], shape: Shape) -> int:
-        """How many dims of a parameter of this shape count matrices that the optimizer steps one by one."""
-        return num_batch_dims(self.capture.optimizer, group, len(shape))
+def ranges(
+    capture: Capture, like: ParamExample, layout: Layout, num_stacks: int, capacity: int | None
+) -> list[tuple[int, int]]:
+    """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
 
-    def kind_of(self, like: ParamExample) -> ParamKind:
-        """Find the kind of a parameter; if it is a stack whose matrices step one by one, of one of them."""
-        if not (dims := self.dims(like.group, like.spec.shape)):
-            return self.capture.kind_of(like)
-        lead, spec = like.spec.shape[:dims], replace(like.spec, shape=like.spec.shape[dims:], part=False)
-        one = self.capture.kind_of(replace(like, spec=spec, state=state_of_one(like.state, lead)))
-        if one.recorder is None:
-            return self.capture.interpreted(like.spec, one.template.interpreted)
-        state = {leaf.name for leaf in one.state}
-        if one not in self._tried:
-            one.shared = frozenset(state - check_matrix_dims(self.capture.optimizer, like.group, spec))
-            self._tried.add(one)
-        same = {str(node.target) for node in everywhere([*one.templates.values()]) if node.op == "placeholder"}
-        if other := one.shared ^ (same & state):
-            reason = f"a stack has a value of {min(other)!r} for all matrices, and the step one for each, or not"
-            return self.capture.interpreted(like.spec, reason)
-        return one
+    A range has at most `capacity` bytes, if it is given, or `MOST_BYTES`, but at least one matrix: a micro-group
+    cannot be smaller than its largest task.
 
-    def ranges(
-        self, like: ParamExample, layout: Layout, num_stacks: int, capacity: int | None
-    ) -> list[tuple[int, int]]:
-        """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
+    Args:
+        like: a stack of this kind, without state; its size does not matter.
+        num_stacks: about how many such stacks share these owners.
 
-        A range has at most `capacity` bytes, if it is given, or `MOST_BYTES`, but at least one matrix: a micro-group
-        cannot be smaller than its largest task.
-
-        Args:
-            like: a stack of this kind, without state; its size does not matter.
-            num_stacks: about how many such stacks share these owners.
-
-        Returns:
-            The first matrix of each range, and how many there are; none if the stack stays whole. One with state that
-            is not of its shape does, because that state could not be put together again.
-        """
-        owners = layout.grid.size
-        if owners == 1 or not (dims := self.dims(like.group, layout.shape)):
-            return []
-        entries = layout.shape[0]
-        size = math.prod(layout.shape) * like.spec.dtype.itemsize
-        count = max(-(-RANGES_PER_OWNER * owners // num_stacks), -(-size // (capacity or MOST_BYTES)))
-        if (count := min(count, entries)) < 2:
-            return []
-        shape = like.spec.shape[dims:]
-        one = self.capture.kind_of(replace(like, spec=replace(like.spec, shape=shape, part=False)))
-        if one.recorder is None or one.python_state or any(leaf.shape != shape for leaf in one.state):
-            return []
-        cuts = [entries * i // count for i in range(count + 1)]
-        return [(a, b - a) for a, b in itertools.pairwise(cuts)]
+    Returns:
+        The first matrix of each range, and how many there are; none if the stack stays whole. One with state that
+        is not of its shape does, because that state could not be put together again.
+    """
+    owners = layout.grid.size
+    if owners == 1 or not (dims := num_batch_dims(capture.optimizer, like.group, len(layout.shape))):
+        return []
+    entries = layout.shape[0]
+    size = math.prod(layout.shape) * like.spec.dtype.itemsize
+    count = max(-(-RANGES_PER_OWNER * owners // num_stacks), -(-size // (capacity or MOST_BYTES)))
+    if (count := min(count, entries)) < 2:
+        return []
+    shape = like.spec.shape[dims:]
+    one = capture.kind_of(replace(like, spec=replace(like.spec, shape=shape, part=False)))
+    if one.recorder is None or one.python_state or any(leaf.shape != shape for leaf in one.state):
+        return []
+    cuts = [entries * i // count for i in range(count + 1)]
+    return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 
 
 def state_of_one(state: Mapping[str, Any] | None, lead: Shape) -> dict[str, Any] | None:

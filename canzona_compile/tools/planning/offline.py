@@ -32,8 +32,8 @@ from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import Untraceable
+from canzona_compile.session import stacks
 from canzona_compile.session.plan import joined
-from canzona_compile.session.stacks import Stacks
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
@@ -141,10 +141,10 @@ def captured_step(
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
-    stacks = [Stacks(Capture(own)) for own in members]
+    captures = [Capture(own) for own in members]
     matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not steps_stacks(own)}
     divided = {
-        w.name: stacks[w.member if chained else 0]
+        w.name: captures[w.member if chained else 0]
         for w in weights
         if not w.elementwise and w.member not in matrices_only and len(w.shape) > 2
     }
@@ -162,7 +162,7 @@ def captured_step(
     periods: dict[str, VariantPeriod] = {}
     for number, own in enumerate(members):
         mine = [(i, *entry) for i, entry in enumerate(planned) if entry[0].member == number or not chained]
-        step, periodic = captured_by(own, stacks[number], mine, machine, chained)
+        step, periodic = captured_by(own, captures[number], mine, machine, chained)
         steps.append(step)
         periods |= periodic
     names = tuple((step.optimizer, frozenset(task.name for task in step.tasks)) for step in steps)
@@ -171,7 +171,7 @@ def captured_step(
 
 def captured_by(
     optimizer: Optimizer,
-    stacks: Stacks,
+    capture: Capture,
     planned: Sequence[tuple[int, ModelWeight, str, Layout]],
     machine: Machine,
     chained: bool,
@@ -189,9 +189,9 @@ def captured_by(
         spec = ParameterSpec(shape, DTYPE, DTYPE, torch.device("cpu"))
         like = ParamExample(optimizer.param_groups[g], spec, name)
         if (g, len(shape)) not in separable:  # nothing is rehearsed here, which costs more
-            one = replace(like, spec=replace(spec, shape=shape[stacks.dims(like.group, shape) :]))
+            one = replace(like, spec=replace(spec, shape=shape[num_batch_dims(optimizer, like.group, len(shape)) :]))
             separable[g, len(shape)] = check_separable(optimizer, one)
-        return stacks.kind_of(like)
+        return stacks.kind_of(capture, like)
 
     tasks: list[Task] = []
     periods: dict[str, VariantPeriod] = {}
@@ -258,7 +258,7 @@ def parts(weight: ModelWeight, sharding: WeightSharding, divided: bool) -> list[
 def shared_out(
     weight: ModelWeight,
     tasks: Sequence[tuple[str, Layout]],
-    stacks: Stacks,
+    capture: Capture,
     number: int,
     capacity: int | None,
     layouts: dict[tuple[int, int], Layout],
@@ -272,8 +272,8 @@ def shared_out(
     found: list[tuple[str, Layout]] = []
     for name, layout in tasks:
         spec = ParameterSpec(miniature(layout.shape), DTYPE, DTYPE, torch.device("cpu"))
-        like = ParamExample(stacks.capture.optimizer.param_groups[weight.group], spec, name)
-        if not (ranges := stacks.ranges(like, layout, number, capacity)):
+        like = ParamExample(capture.optimizer.param_groups[weight.group], spec, name)
+        if not (ranges := stacks.ranges(capture, like, layout, number, capacity)):
             found.append((name, layout))
         for first, length in ranges:
             if (id(layout), length) not in layouts:
