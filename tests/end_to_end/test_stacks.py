@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from canzona_compile import CanzonaError, Split, muon_adamw, optimizer_for, wrap
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.ir.printer import show
 from canzona_compile.optimizers import Muon
 from tests.harness.layouts import Case, mesh_of
 from tests.harness.layouts import full as gathered
@@ -234,15 +235,23 @@ def test_wrapped_in_one_process(dtype: torch.dtype) -> None:
     assert pair.report.fallbacks == {}
 
 
-def test_a_graph_is_as_long_as_that_of_one_matrix(tmp_path: Any) -> None:
+def planned(*shapes: tuple[int, ...]) -> list[str]:
+    """The text of the plan of Muon."""
+    pair = Pair(lambda params: Muon(params, lr=0.02), shapes)
+    for _ in range(2):
+        pair.step()
+    return show(pair.wrapped.canzona.session.driver.plan.owned).splitlines()
+
+
+def test_a_graph_is_as_long_as_that_of_one_matrix() -> None:
     """However many matrices there are: what ranks plan and agree on does not grow with them."""
-    lengths = []
-    for shape in ((3, 24, 16), (300, 24, 16)):
-        pair = Pair(lambda params: Muon(params), (shape,))
-        for _ in range(2):
-            pair.step()
-        lengths.append(len(str(pair.wrapped.canzona.plan).splitlines()))
-    assert lengths[0] == lengths[1]
+    assert len(planned((3, 24, 16))) == len(planned((300, 24, 16))) == len(planned((24, 16)))
+
+
+def test_stacks_and_matrices_of_one_shape_share_a_template() -> None:
+    lines = planned((3, 24, 16), (24, 16), (2, 2, 24, 16))
+    assert sum(line.startswith("template ") for line in lines) == 1
+    assert sum(line.startswith("placed ") for line in lines) == 3
 
 
 LAYOUTS = [
