@@ -14,7 +14,7 @@ from canzona_compile.capture.dynamo_recorder import DynamoRecorder
 from canzona_compile.capture.templates import Capture
 from canzona_compile.rehearsal.scenario import MOST_PARAMETERS
 from canzona_compile.replica import miniature
-from canzona_compile.session.stacks import Stacks
+from canzona_compile.session.bind import Binder
 
 MATRICES = 2 * MOST_PARAMETERS
 SHAPES = ((8, 4), (4, 8))
@@ -43,11 +43,11 @@ def parameters() -> list[nn.Parameter]:
 
 
 def test_each_kind_is_captured_and_asked_once(parameters: list[nn.Parameter]) -> None:
-    kinds, asked, dims = Counted(Capture.kind_of), Counted(DynamoRecorder.ask), Counted(Stacks.dims)
+    kinds, asked, dims = Counted(Capture.kind_of), Counted(DynamoRecorder.ask), Counted(Binder._dims)
     with (
         patch.object(Capture, "kind_of", kinds),
         patch.object(DynamoRecorder, "ask", asked),
-        patch.object(Stacks, "dims", dims),
+        patch.object(Binder, "_dims", dims),
     ):
         optimizer = canzona_compile.wrap(torch.optim.Muon(parameters, lr=1e-3))
         optimizer.step()
