@@ -21,11 +21,12 @@ import canzona_compile
 from canzona_compile import Split
 from canzona_compile.ir.split import rows_of
 from examples.optimizers.soap import SOAP
-from tests.data_parallel.models import different_state
 from tests.harness.layouts import full, mesh_of
+from tests.harness.model_pairs import train as train_model
+from tests.harness.model_pairs import update, zero1
 from tests.harness.optimizers import shared_captures
+from tests.harness.pairs import unlike
 from tests.harness.plain_shards import CopyIn, ReduceOut
-from tests.harness.ranks import collectives
 from tests.harness.toy_optimizers import HostReading
 
 WIDTH, LAYERS, BATCH = 24, 2, 4
@@ -148,9 +149,7 @@ class Apart:
             grad = self.params[name].grad
             for key, piece in self.pieces[name].items():
                 piece.grad = None if grad is None else grad[rows[key]]
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(self.optimizers)
         with torch.no_grad():
             for name, rows in self.rows.items():
                 for key, piece in self.pieces[name].items():
@@ -196,13 +195,13 @@ def differences(
         state = optimizer.state_dict()["state"]
         order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         for i, name in enumerate(order):
-            mine = {key: full(v) if isinstance(v, Tensor) else v for key, v in state.get(i, {}).items()}
+            mine = state.get(i, {})
             shape = plain.params[name].shape
             theirs = {
                 key: part_of(name, v, tp) if isinstance(v, Tensor) and v.shape == shape else v
                 for key, v in plain.state(name, joined).items()
             }
-            found += [f"state of {name} {what}" for what in different_state(mine, theirs)]
+            found += unlike(f"state of {name} ", mine, theirs)
     return found
 
 
@@ -214,11 +213,7 @@ def alone(make: str, split: str) -> None:
         for optimizer in optimizers:
             own = SPLITS[split] if any(p.ndim == 2 for p in optimizer.param_groups[0]["params"]) else {}
             canzona_compile.wrap(optimizer, model=model, split=own)
-    for step in range(2):
-        model(inputs(step, 0)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_model(model, optimizers, 2, lambda model, step, _: model(inputs(step, 0)))
 
 
 def train(
@@ -257,8 +252,7 @@ def train(
         options["layout"] = by_hand
     elif tp:
         tensor_parallel(model, mesh["tp"])
-    with shared_captures():
-        found: Any = canzona_compile.zero1(model, named(make, model), mesh=data, split=SPLITS[split], **options)
+    found = zero1(model, named(make, model), mesh=data, split=SPLITS[split], **options)
     handle = found[0].canzona
     expected = Apart(make, plain, SPLITS[split])
     reference = DistributedDataParallel(plain) if world == 2 else None
@@ -280,9 +274,7 @@ def train(
             mine = handle.clip_grad_norm_(clip)
             nn.utils.clip_grads_with_norm_(plain.parameters(), clip, mine)
             said += [] if torch.allclose(mine, norm, rtol=1e-5) else [f"step {step}: norm {mine} for {norm}"]
-        for optimizer in found:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(found)
         expected.step()
         for schedule in schedules:
             schedule.step()
@@ -306,42 +298,3 @@ def gathered(name: str, value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     parts = [torch.empty_like(value) for _ in range(mesh.size())]
     dist.all_gather(parts, value.contiguous(), group=mesh.get_group())
     return torch.cat(parts, dim)
-
-
-def measured(tp: bool) -> tuple[list[int], list[bool]]:
-    """What an iteration costs, and what an infinity on one rank does.
-
-    Returns:
-        The buckets, those of their shards that are not empty, and what backward and step of a steady iteration start,
-        collectives and announcements; and for each of three iterations with a GradScaler, of which the second one
-        overflows on the last rank, whether the first fused weight changed.
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = mesh_of((world // (1 + tp), 1 + tp), ("dp", "tp"))
-    model = FusedModel()
-    if tp:
-        tensor_parallel(model, mesh["tp"])
-    options: dict[str, Any] = {"split": SPLITS["uneven"], "bucket_bytes": BUCKETS}
-    with shared_captures():
-        found: Any = canzona_compile.zero1(model, named("muon", model), mesh=mesh["dp"], **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    moved, counts = [], []
-    for step in range(4):
-        before = full(model.get_parameter("blocks.0.qkv.weight")).clone()
-        loss = model(inputs(step, rank // (1 + tp)))
-        if step == 2 and rank == world - 1:
-            loss = loss * float("inf")
-        counts.append(collectives())
-        (loss if step == 1 else scaler.scale(loss)).backward()
-        counts.append(collectives())
-        for optimizer in found:
-            optimizer.step() if step == 1 else scaler.step(optimizer)
-            optimizer.zero_grad()
-        counts.append(collectives())
-        if step != 1:
-            scaler.update()
-            moved.append(not torch.equal(before, full(model.get_parameter("blocks.0.qkv.weight"))))
-    _, start, middle, end = counts[2:6]
-    buckets = found[0].canzona.zero1.buckets
-    shards = sum(length > 0 for b in buckets for length in b.shard_lengths)
-    return [len(buckets), shards, middle - start, end - middle], moved

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +81,7 @@ MAKERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
 CHEAP: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "sgd": lambda m: [SGD(hidden(m), lr=0.1), SGD(others(m), lr=0.1)],
 }
+ALL_MAKERS = {**MAKERS, **CHEAP}
 
 
 def same(one: Tensor, two: Tensor) -> bool:
@@ -92,22 +92,3 @@ def different(model: nn.Module, reference: nn.Module) -> list[str]:
     """The names of the parameters that differ by a bit."""
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
     return [name for (name, one), two in pairs if not same(full(one), two.detach())]
-
-
-def different_state(found: Any, expected: Any, path: str = "") -> list[str]:
-    """Where two nested states differ by a bit, or in their containers."""
-    if isinstance(expected, Tensor):
-        return [] if isinstance(found, Tensor) and same(found, expected) else [path]
-    if isinstance(expected, dict):
-        if not isinstance(found, dict) or found.keys() != expected.keys():
-            return [f"{path} has keys {sorted(map(str, found)) if isinstance(found, dict) else found}"]
-        return [p for k in expected for p in different_state(found[k], expected[k], f"{path}.{k}")]
-    if isinstance(expected, list | tuple):
-        if len(found) != len(expected):
-            return [path]
-        return [
-            p
-            for i, (a, b) in enumerate(zip(found, expected, strict=True))
-            for p in different_state(a, b, f"{path}.{i}")
-        ]
-    return [] if found == expected else [f"{path}: {found} for {expected}"]

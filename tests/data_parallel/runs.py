@@ -16,62 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils import _pytree as pytree
 
 import canzona_compile
-from tests.data_parallel.models import CHEAP, MAKERS, VOCABULARY, Model, batch, different, different_state
+from tests.data_parallel.models import ALL_MAKERS, MAKERS, VOCABULARY, Model, batch, different
 from tests.harness.layouts import full, mesh_of
-from tests.harness.optimizers import shared_captures
+from tests.harness.model_pairs import train_alone, update, zero1
+from tests.harness.pairs import different as unlike
 
 
-def alone(make: str, dtype: torch.dtype) -> None:
+def step_alone(make: str = "sgd", dtype: torch.dtype = torch.float32) -> None:
     """Capture in one process what ranks need: their optimizers update the same matrices."""
     model = Model().to(dtype)
-    optimizers = MAKERS[make](model)
-    with shared_captures():
-        for optimizer in optimizers:
-            canzona_compile.wrap(optimizer)
-    for step in range(2):
-        model(batch(step, 0)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def zero1(model: nn.Module, make: str, mesh: DeviceMesh, **options: Any) -> Any:
-    """The optimizers of a model under zero1, which share what others have captured."""
-    with shared_captures():
-        return canzona_compile.zero1(model, MAKERS[make](model), mesh=mesh, **options)
+    train_alone(model, ALL_MAKERS[make](model))
 
 
 def set_up(model: nn.Module | None = None, make: str = "sgd", **options: Any) -> tuple[Any, Any, Any]:
-    mesh = mesh_of((dist.get_world_size(),), ("dp",))
     made = model or Model()
-    makers = {**MAKERS, **CHEAP}
-    with shared_captures():
-        optimizers: Any = canzona_compile.zero1(
-            made, makers[make](made), mesh=mesh, **{"bucket_bytes": 40_000, **options}
-        )
+    optimizers = zero1(made, ALL_MAKERS[make](made), **{"bucket_bytes": 40_000, **options})
     return made, optimizers, optimizers[0].canzona
-
-
-def step_alone(make: str = "sgd") -> None:
-    """Wrap and step the optimizers of a model without zero1, in one process. Ranks capture nothing again."""
-    model = Model()
-    model(batch(0, 0)).backward()
-    for optimizer in {**MAKERS, **CHEAP}[make](model):
-        with shared_captures():
-            canzona_compile.wrap(optimizer)
-        optimizer.step()
-
-
-def train(model: Any, optimizers: Any, steps: int = 1, zero: bool = True) -> None:
-    for step in range(steps):
-        model(batch(step, dist.get_rank())).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers if zero else ():
-            optimizer.zero_grad()
 
 
 def clipped(plain: nn.Module, handle: Any, clip: float, dtype: torch.dtype) -> list[str]:
@@ -137,7 +99,7 @@ def compare(
     plain, twin = copy.deepcopy(model), copy.deepcopy(model)  # the twin computes the gradients of every rank
     for sharded in (model, twin) if tp > 1 else ():
         tensor_parallel(sharded, mesh["tp"])
-    found = zero1(model, make, mesh["replicas", "dp"] if replicas > 1 else mesh["dp"], **options)
+    found = zero1(model, MAKERS[make](model), mesh=mesh["replicas", "dp"] if replicas > 1 else mesh["dp"], **options)
     with torch.no_grad():
         for one, two in zip(plain.parameters(), model.parameters(), strict=True):
             one.copy_(full(two))
@@ -160,17 +122,12 @@ def compare(
         backward(model, handle.no_sync, step, rank, accumulate)
         if clip is not None:
             differences += [f"step {step}: {what}" for what in clipped(plain, handle, clip, dtype)]
-        for optimizer in (*expected, *found):
-            optimizer.step()
-            optimizer.zero_grad()
+        update((*expected, *found))
         for schedule in schedules:
             schedule.step()
         handle.synchronize()
         differences += [f"step {step}: {name}" for name in different(model, plain)]
-    for one, two in zip(expected, found, strict=True):
-        state = pytree.tree_map(lambda v: full(v) if isinstance(v, Tensor) else v, two.state_dict()["state"])
-        differences += [f"state {p}" for p in different_state(state, one.state_dict()["state"])]
-    return differences
+    return differences + [what for one, two in zip(expected, found, strict=True) for what in unlike(one, two)]
 
 
 def summed(twin: nn.Module, model: nn.Module, ranks: tuple[int, int], step: int, accumulate: int) -> list[Tensor]:

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import canzona_compile
 from canzona_compile import Split
 from canzona_compile.errors import CanzonaError
-from tests.data_parallel.test_checkpoints import gradient
-from tests.harness.layouts import mesh_of
-from tests.harness.optimizers import shared_captures
+from tests.data_parallel.test_checkpoints import given_loss, train
+from tests.harness.model_pairs import train_alone, zero1
 from tests.harness.pairs import muon
 from tests.harness.ranks import run
 from tests.session.test_audit import CoupledLate
@@ -35,10 +33,7 @@ def steps(model: nn.Module, optimizer: Any, start: int, stop: int) -> tuple[int,
     """Train; the number of the step that raised, and what."""
     for step in range(start, stop):
         try:
-            pairs = enumerate(model.parameters())
-            torch.stack([(p * gradient(p.shape, step, i)).sum() for i, p in pairs]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, step)
         except CanzonaError as error:
             return step, str(error)
     return stop, ""
@@ -46,8 +41,7 @@ def steps(model: nn.Module, optimizer: Any, start: int, stop: int) -> tuple[int,
 
 def begins_late() -> tuple[int, str]:
     model = Three()
-    found: Any = canzona_compile.zero1(model, CoupledLate(model.parameters()), mesh=mesh_of((2,), ("dp",)), audit=5)
-    return steps(model, found, 0, 60)
+    return steps(model, zero1(model, CoupledLate(model.parameters()), audit=5), 0, 60)
 
 
 SPLIT = {"weights.2": Split({"gate": 6, "up": 6}, interleaved=2)}
@@ -56,20 +50,16 @@ SPLIT = {"weights.2": Split({"gate": 6, "up": 6}, interleaved=2)}
 def alone() -> None:
     """Capture in one process what ranks need."""
     model = Three()
-    with shared_captures():
-        optimizer = canzona_compile.wrap(muon(list(model.parameters())), model=model, split=SPLIT)
-    for step in range(2):
-        for i, param in enumerate(model.parameters()):
-            param.grad = gradient(param.shape, step, i)
-        optimizer.step()
+    train_alone(
+        model, [muon(list(model.parameters()))], lambda m, step, _: given_loss(m, step), model=model, split=SPLIT
+    )
 
 
 def wrong_bit() -> tuple[int, str]:
     """Training goes well until a bit is wrong on one rank, in a matrix that it owns."""
     model = Three()
     optimizer = muon(list(model.parameters()))
-    with shared_captures():
-        found: Any = canzona_compile.zero1(model, optimizer, mesh=mesh_of((2,), ("dp",)), audit=2, split=SPLIT)
+    found = zero1(model, optimizer, audit=2, split=SPLIT)
     good = steps(model, found, 0, 7)
     assert good == (7, ""), good
     driver = found.canzona.session.driver

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import canzona_compile
 from canzona_compile.capture.templates import Capture
 from canzona_compile.data_parallel.collectives import Pending
 from tests.data_parallel.models import MAKERS
-from tests.data_parallel.runs import alone, compare, set_up, step_alone
-from tests.harness.layouts import mesh_of
+from tests.data_parallel.runs import compare, set_up, step_alone
 from tests.harness.marks import crossed
-from tests.harness.pairs import same_bits
+from tests.harness.model_pairs import under_zero1
 from tests.harness.ranks import run
 from tests.harness.toys import NewData
 
@@ -31,14 +28,14 @@ LIKE_USERS: dict[str, Any] = {"clip": 0.5, "accumulate": 2, "bucket_bytes": BUCK
 @pytest.mark.parametrize(("make", "dtype", "gather"), crossed(list(MAKERS), DTYPES, ["step", "forward"], most=1))
 def test_two_ranks_train_as_under_ddp(make: str, dtype: torch.dtype, gather: str) -> None:
     """A sum of two gradients has no order, so the whole run is that of DDP with the plain optimizer, bit for bit."""
-    after = partial(alone, make, dtype)
+    after = partial(step_alone, make, dtype)
     for found in run(2, compare, make, STEPS, dtype, ddp=True, gather=gather, after=after, **LIKE_USERS):
         assert found == []
 
 
 @pytest.mark.parametrize(("world", "make", "dtype"), crossed([3, 4], list(MAKERS), DTYPES, most=1))
 def test_reduced_gradients_give_the_plain_step(world: int, make: str, dtype: torch.dtype) -> None:
-    after = partial(alone, make, dtype)
+    after = partial(step_alone, make, dtype)
     for found in run(world, compare, make, STEPS, dtype, after=after, **LIKE_USERS):
         assert found == []
 
@@ -59,7 +56,7 @@ def without_a_rank() -> list[str]:
 
 
 def test_the_part_of_a_rank_that_is_lost_is_found() -> None:
-    assert all(run(3, without_a_rank, after=partial(alone, "adamw", torch.float32)))
+    assert all(run(3, without_a_rank, after=partial(step_alone, "adamw", torch.float32)))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +64,7 @@ def test_the_part_of_a_rank_that_is_lost_is_found() -> None:
     crossed(list(MAKERS), [{"tp": 2}, {"replicas": 2}, {"tp": 2, "gather": "forward"}], DTYPES, most=1),
 )
 def test_beside_tensor_parallelism_and_in_replicas(make: str, mesh: dict[str, Any], dtype: torch.dtype) -> None:
-    after = partial(alone, make, dtype)
+    after = partial(step_alone, make, dtype)
     for found in run(4, compare, make, STEPS, dtype, after=after, **LIKE_USERS, **mesh):
         assert found == []
 
@@ -84,19 +81,15 @@ def test_the_norm_has_the_bits_of_torch_s_where_no_parameter_is_cut() -> None:
 
 
 def new_data(of: str) -> list[str]:
-    """What differs after steps that assign to `.data`, of two copies of a model with equal gradients on both ranks."""
+    """What differs after steps that assign to `.data`, from a plain model with the same gradients."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
-    other = copy.deepcopy(plain)
-    wanted, found = NewData(plain.parameters(), of=of), NewData(other.parameters(), of=of)
-    canzona_compile.zero1(other, found, mesh=mesh_of((2,), ("dp",)))
-    for step in range(3):
-        for model, optimizer in ((plain, wanted), (other, found)):
-            optimizer.zero_grad()
-            model(torch.arange(30.0).view(5, 6) + step).square().mean().backward()
-            optimizer.step()
-    pairs = zip(plain.named_parameters(), other.parameters(), strict=True)
-    return [name for (name, one), two in pairs if not same_bits(one, two)]
+    pair = under_zero1(
+        nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)),
+        lambda m: [NewData(m.parameters(), of=of)],
+        lambda m, step, _: m(torch.arange(30.0).view(5, 6) + step).square().mean(),
+    )
+    pair.train(*range(3))
+    return pair.different()
 
 
 @pytest.mark.parametrize("of", ["param", "state"])

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from canzona_compile.data_parallel.collectives import BucketMemory
 from canzona_compile.errors import CanzonaError
 from tests.data_parallel.models import batch
-from tests.data_parallel.runs import set_up, step_alone, train
+from tests.data_parallel.runs import set_up, step_alone
 from tests.harness.mistakes import attempt
+from tests.harness.model_pairs import train
 from tests.harness.ranks import run
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def memory_of_a_training(gather: str) -> tuple[int, int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("gather", ["step", "forward"])
 def test_a_training_asks_for_no_memory_after_two_iterations(gather: str) -> None:
-    for held, asked in run(2, memory_of_a_training, gather, after=partial(step_alone, "sgd")):
+    for held, asked in run(2, memory_of_a_training, gather, after=partial(step_alone)):
         assert held > 0
         assert asked == 0
 
@@ -87,8 +88,8 @@ def hooks_of_modules(gather: str) -> int:
 
 @pytest.mark.ranks
 def test_modules_have_no_forward_hooks_if_a_step_returns_whole_parameters() -> None:
-    assert run(2, hooks_of_modules, "step", after=partial(step_alone, "sgd")) == [0, 0]
-    assert min(run(2, hooks_of_modules, "forward", after=partial(step_alone, "sgd"))) > 0
+    assert run(2, hooks_of_modules, "step", after=partial(step_alone)) == [0, 0]
+    assert min(run(2, hooks_of_modules, "forward", after=partial(step_alone))) > 0
 
 
 def after_an_interrupt() -> list[bool]:
@@ -114,5 +115,5 @@ def after_an_interrupt() -> list[bool]:
 
 @pytest.mark.ranks
 def test_a_model_that_is_not_whole_after_an_interrupt_is_not_saved() -> None:
-    for said in run(2, after_an_interrupt, after=partial(step_alone, "sgd")):
+    for said in run(2, after_an_interrupt, after=partial(step_alone)):
         assert all(said)

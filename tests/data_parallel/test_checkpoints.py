@@ -18,17 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon
-from torch.utils import _pytree as pytree
 
 import canzona_compile
 from canzona_compile import CanzonaError, chain
 from tests.data_parallel import fused
-from tests.data_parallel.models import MAKERS, Model, different_state
+from tests.data_parallel.models import MAKERS, Model
 from tests.data_parallel.runs import tensor_parallel
 from tests.harness.checkpoint_routes import quietly
 from tests.harness.layouts import full, mesh_of
 from tests.harness.marks import only
+from tests.harness.model_pairs import update, zero1
 from tests.harness.optimizers import shared_captures
+from tests.harness.pairs import unlike
 from tests.harness.ranks import run
 
 STEPS = 3
@@ -50,8 +51,7 @@ def plain_run(make: str, steps: int) -> tuple[list[Tensor], list[Any]]:
     for step in range(steps):
         for i, param in enumerate(model.parameters()):
             param.grad = gradient(param.shape, step, i)
-        for optimizer in optimizers:
-            optimizer.step()
+        update(optimizers)
     return [p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers]
 
 
@@ -127,16 +127,12 @@ class Trained:
 
     def steps(self, start: int, stop: int) -> None:
         for step in range(start, stop):
-            params = list(self.model.parameters())
-            grads = [like(param, gradient(param.shape, step, i)) for i, param in enumerate(params)]
-            if self.zero1:  # a loss whose gradients are these
-                sum((part(p) * part(g)).sum() for p, g in zip(params, grads, strict=True)).backward()
+            if self.zero1:
+                given_loss(self.model, step).backward()
             else:
-                for param, grad in zip(params, grads, strict=True):
-                    param.grad = grad
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+                for i, param in enumerate(self.model.parameters()):
+                    param.grad = like(param, gradient(param.shape, step, i))
+            update(self.optimizers)
 
     def differs(self, make: str, steps: int) -> list[str]:
         """What differs from the plain run after so many steps; a collective."""
@@ -146,9 +142,7 @@ class Trained:
         pairs = zip(self.model.named_parameters(), params, strict=True)
         found = [name for (name, one), two in pairs if not torch.equal(full(one), two)]
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            own = optimizer.state_dict()["state"]
-            own = pytree.tree_map(lambda v: full(v) if isinstance(v, Tensor) else v, own)
-            found += different_state(own, state)
+            found += unlike("state ", optimizer.state_dict()["state"], state)
         return found
 
 
@@ -188,22 +182,6 @@ def load(layout: str, make: str, folder: Path, split: str = "") -> list[str]:
     return run.differs(make, 2 * STEPS)
 
 
-def by_hand(make: str) -> list[str]:
-    """A `state_dict` put back in mid-run, then unwrapped."""
-    run = Trained("zero1", make)
-    run.steps(0, STEPS)
-    state = [optimizer.state_dict() for optimizer in run.optimizers]
-    for optimizer, own in zip(run.optimizers, state, strict=True):
-        optimizer.load_state_dict(own)
-    run.steps(STEPS, 2 * STEPS)
-    found = run.differs(make, 2 * STEPS)
-    for optimizer in run.optimizers:
-        canzona_compile.unwrap(optimizer)
-    for optimizer, expected in zip(run.optimizers, plain_run(make, 2 * STEPS)[1], strict=True):
-        found += [f"unwrapped {p}" for p in different_state(optimizer.state_dict()["state"], expected)]
-    return found
-
-
 def named(backwards: bool, others: Sequence[str] = ("embed", "head")) -> tuple[nn.Module, Any]:
     """A model under zero1, with a chain that has its parameters by name in one order or the other."""
     model = Model()
@@ -211,9 +189,7 @@ def named(backwards: bool, others: Sequence[str] = ("embed", "head")) -> tuple[n
     rest = [entry for entry in every if entry[1].ndim == 1 or entry[0].split(".")[0] in others]
     own = [entry for entry in every if not any(entry is other for other in rest)]
     optimizer = chain(Muon(own, lr=0.02), AdamW(rest, lr=1e-3))
-    with shared_captures():
-        canzona_compile.zero1(model, optimizer, mesh=dist.group.WORLD, bucket_bytes=40_000)
-    return model, optimizer
+    return model, zero1(model, optimizer, bucket_bytes=40_000)
 
 
 def by_name() -> list[str]:
@@ -236,10 +212,15 @@ def by_name() -> list[str]:
 
 
 def train(model: nn.Module, optimizer: Any, step: int) -> None:
+    given_loss(model, step).backward()
+    update([optimizer])
+
+
+def given_loss(model: nn.Module, step: int) -> Tensor:
+    """Its gradients are the given ones of parameters, or of this rank's part of them."""
     params = list(model.parameters())
-    sum((p * gradient(p.shape, step, i)).sum() for i, p in enumerate(params)).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    optimizer.zero_grad()
+    grads = [like(param, gradient(param.shape, step, i)) for i, param in enumerate(params)]
+    return torch.stack([(part(p) * part(g)).sum() for p, g in zip(params, grads, strict=True)]).sum()
 
 
 def test_state_goes_by_names() -> None:
@@ -276,9 +257,3 @@ def test_every_route_of_fused_weights(route: tuple[Place, Place], make: str, tmp
     parts = (make, tmp_path, "interleaved")
     assert run(world, save, layout, *parts, group=layout != "wrap", after=after) == [[]] * world
     assert run(others, load, other, *parts, group=other != "wrap", after=after) == [[]] * others
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("make", ["muon and adamw", "soap"])
-def test_a_state_dict_put_back_by_hand(make: str) -> None:
-    assert run(2, by_hand, make, after=partial(alone, make)) == [[], []]

@@ -22,10 +22,11 @@ from torch.optim import SGD
 
 import canzona_compile
 from canzona_compile.runtime import meeting
-from tests.data_parallel.models import Model, batch, different
-from tests.data_parallel.runs import set_up, step_alone, train
+from tests.data_parallel.models import CHEAP, Model, batch, different
+from tests.data_parallel.runs import set_up, step_alone
 from tests.harness.marks import also, first
 from tests.harness.mistakes import attempt
+from tests.harness.model_pairs import train, under_zero1
 from tests.harness.ranks import run
 
 LOADED = """
@@ -123,13 +124,10 @@ def read_behind_a_call() -> tuple[str, bool]:
 
 
 def read_by_one(how: str) -> tuple[str, list[str]]:
-    """Rank 0 reads parameters alone, then all go on; what it raised, and what then differs from whole buckets."""
-    model, optimizers, handle = set_up(gather="forward")
-    other, others, _ = set_up()
-    pairs = ((other, others), (model, optimizers))  # what the second one announces would gather the first one's
-    for one, own in pairs:
-        train(one, own)
-    text = ""
+    """Rank 0 reads parameters alone, then all go on; what it raised, and what then differs from plain optimizers."""
+    pair = under_zero1(Model(), CHEAP["sgd"], gather="forward", bucket_bytes=40_000)
+    model, text = pair.model, ""
+    pair.train(0)
     if dist.get_rank() == 0:
         with torch.no_grad():
             reads: dict[str, Callable[[], object]] = {
@@ -140,10 +138,8 @@ def read_by_one(how: str) -> tuple[str, list[str]]:
             with mock.patch.object(meeting, "PATIENCE", timedelta(seconds=1)):
                 text = attempt(reads[how]).said
     dist.barrier()
-    for one, own in pairs:
-        train(one, own)
-    handle.synchronize()
-    return text, different(model, other)
+    pair.train(0)
+    return text, pair.different()
 
 
 def whole_after_each() -> list[str]:

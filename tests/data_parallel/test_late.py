@@ -18,33 +18,28 @@ from torch.optim import SGD
 
 import canzona_compile
 from canzona_compile.runtime import meeting, waiter
-from tests.data_parallel.models import batch, different
-from tests.data_parallel.runs import set_up, step_alone, train
+from tests.data_parallel.models import CHEAP, Model, batch
+from tests.data_parallel.runs import set_up, step_alone
 from tests.harness.mistakes import attempt
+from tests.harness.model_pairs import train, under_zero1, update
 from tests.harness.ranks import run
 
 
 def late_for_a_step() -> list[str]:
-    """Rank 1 is late between two optimizers, then the user communicates; what differs from `gather="step"`."""
+    """Rank 1 is late between two optimizers, then the user communicates; what differs from plain optimizers."""
     waiter.PATIENCE = timedelta(seconds=0.1)
-    model, optimizers, handle = set_up(gather="forward")
-    other, others, _ = set_up()
+    pair = under_zero1(Model(), CHEAP["sgd"], gather="forward", bucket_bytes=40_000)
     for step in range(3):
-        model(batch(step, dist.get_rank())).backward()
-        optimizers[0].step()
+        pair.both_backward(step)
+        pair.optimizers[0].step()
         if dist.get_rank() == 1:
             time.sleep(0.5)
-        optimizers[1].step()
+        pair.optimizers[1].step()
         dist.all_reduce(torch.ones(1000))
-        for optimizer in optimizers:
+        for optimizer in pair.optimizers:
             optimizer.zero_grad()
-    handle.synchronize()
-    for step in range(3):
-        other(batch(step, dist.get_rank())).backward()
-        for optimizer in others:
-            optimizer.step()
-            optimizer.zero_grad()
-    return different(model, other)
+        update(pair.expected)
+    return pair.different()
 
 
 def reads_alone_before_a_flush() -> str:
@@ -69,9 +64,7 @@ def raises_alike() -> list[str]:
             found.append(attempt(lambda: weight.grad.norm()).said)  # noqa: B023
             if dist.get_rank() == 1 and step == 1:
                 time.sleep(0.3)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(optimizers)
     model(batch(3, dist.get_rank())).backward()
     found.append(attempt(lambda: next(model.parameters()).grad.norm()).said)
     dist.barrier()

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.data_parallel.fused import BUCKETS, SPLITS, FusedModel, inputs, named, tensor_parallel
 from tests.data_parallel.models import Model, batch, hidden
-from tests.data_parallel.runs import set_up, train
-from tests.harness.marks import also, first
+from tests.data_parallel.runs import set_up
+from tests.harness.layouts import full, mesh_of
+from tests.harness.marks import first, only
+from tests.harness.model_pairs import train, update, zero1
 from tests.harness.ranks import collectives, run
 
 
@@ -122,9 +125,7 @@ def measure(gather: str) -> Phases:
     counts.append(collectives())
     held = sum(part.numel() * part.element_size() for f in engine.fragments.values() for part in f.param.grad.parts)
     with traffic:
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(optimizers)
     counts.append(collectives())
     state = sum(bytes_of(v) for optimizer in optimizers for s in optimizer.state.values() for v in s.values())
     handle.synchronize()
@@ -154,29 +155,41 @@ def bytes_of(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) and value.ndim else 0
 
 
-def scaler_run(bad_rank: int | None) -> tuple[list[bool], list[float], float]:
+def scaler_run(bad_rank: int | None, fused: bool = False) -> tuple[list[bool], list[float], float]:
     """Three iterations with a GradScaler; on the second one a rank's gradient overflows.
 
+    Args:
+        bad_rank: that rank; None if there is none.
+        fused: whether matrices are pieces of weights that tensor parallelism cuts, so that ranks lack rows of some.
+
     Returns:
-        For each iteration whether a parameter changed; the scales; the parameter's sum at the end.
+        For each iteration whether a parameter changed; the scales; the parameters' sum at the end.
     """
-    model, optimizers, _ = set_up()
+    if fused:
+        mesh = mesh_of((dist.get_world_size() // 2, 2), ("dp", "tp"))
+        model: Any = FusedModel()
+        tensor_parallel(model, mesh["tp"])
+        split = {"split": SPLITS["uneven"], "bucket_bytes": BUCKETS}
+        optimizers = zero1(model, named("muon", model), mesh=mesh["dp"], **split)
+        weight = model.get_parameter("blocks.0.qkv.weight")
+        loss = lambda step: model(inputs(step, mesh.get_local_rank("dp")))  # noqa: E731
+    else:
+        model, optimizers, _ = set_up()
+        weight = model.blocks[0].up.weight
+        loss = lambda step: model(batch(step, dist.get_rank()))  # noqa: E731
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     moved, scales = [], []
     for step in range(3):
-        before = model.blocks[0].up.weight.detach().clone()
-        loss = model(batch(step, dist.get_rank()))
-        if step == 1 and dist.get_rank() == bad_rank:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
+        before, bad = full(weight).clone(), step == 1 and dist.get_rank() == bad_rank
+        scaler.scale(loss(step) * (float("inf") if bad else 1.0)).backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        moved.append(not torch.equal(before, model.blocks[0].up.weight.detach()))
+        moved.append(not torch.equal(before, full(weight)))
         scales.append(scaler.get_scale())
-    return moved, scales, float(sum(p.detach().double().sum() for p in model.parameters()))
+    return moved, scales, float(sum(full(p).double().sum() for p in model.parameters()))
 
 
 def keys_of_scaled_steps(steps: int) -> list[int]:
@@ -188,9 +201,7 @@ def keys_of_scaled_steps(steps: int) -> list[int]:
         model(batch(step, dist.get_rank())).backward()
         for param in model.parameters():
             param.grad.mul_(0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(optimizers)
         dist.barrier()
         found.append(store.num_keys())
         dist.barrier()
@@ -220,9 +231,7 @@ def gated_run(gates: list[list[bool]]) -> list[list[bool]]:
         before = [p.detach().clone() for p in model.parameters()]
         torch.manual_seed(100 * step + dist.get_rank())
         model(torch.randn(4, 16), own[dist.get_rank()]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(optimizers)
         moved.append([not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True)])
     return moved
 
@@ -266,11 +275,11 @@ def test_gradients_and_state_are_held_once() -> None:
         assert found.most_unreduced <= 2 * found.largest_bucket
 
 
-@pytest.mark.parametrize("bad", [*also([None, 0]), 1])
-def test_an_infinity_on_one_rank_skips_the_step_on_all(bad: int | None) -> None:
-    one, two = run(2, scaler_run, bad)
-    assert one == two
-    moved, scales, _ = one
+@pytest.mark.parametrize(("bad", "fused"), only([(1, False)], [None, 0, 1], [False, True]))
+def test_an_infinity_on_one_rank_skips_the_step_on_all(bad: int | None, fused: bool) -> None:
+    found = run(4 if fused else 2, scaler_run, bad, fused)
+    moved, scales, _ = found[0]
+    assert found == found[:1] * len(found)
     assert moved == [True, bad is None, True]
     assert scales[1] == (4.0 if bad is None else 2.0)
 

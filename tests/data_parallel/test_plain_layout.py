@@ -20,7 +20,7 @@ from canzona_compile import CanzonaError
 from examples.optimizers.shampoo import Shampoo
 from tests.harness import plain_shards
 from tests.harness.layouts import mesh_of
-from tests.harness.optimizers import shared_captures
+from tests.harness.model_pairs import train_alone, update, zero1
 from tests.harness.plain_shards import (
     EVEN,
     UNEVEN,
@@ -59,13 +59,7 @@ def alone(make: str, dtype: torch.dtype) -> None:
     """Capture in one process what ranks need: their optimizers update the same matrices."""
     model = ShardedModel(None, EVEN).to(dtype)
     optimizers = MAKERS[make](list(model.named_parameters()))
-    with shared_captures():
-        for optimizer in optimizers:
-            canzona_compile.wrap(optimizer)
-    for _ in range(2):
-        model(torch.randn(4, WIDTH, dtype=dtype)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    train_alone(model, optimizers, lambda model, *_: model(torch.randn(4, WIDTH, dtype=dtype)))
 
 
 def train(
@@ -90,9 +84,8 @@ def train(
     if how == "copies":
         both = mesh["copies", "tp"]
         layout = {key: told and (both, [Replicate(), *told[1]]) for key, told in layout.items()}
-    with shared_captures():
-        found = canzona_compile.zero1(model, MAKERS[make](named), mesh=dp, layout=layout, **options)
-    handle: Any = found[0].canzona  # type: ignore[attr-defined]
+    found = zero1(model, MAKERS[make](named), mesh=dp, layout=layout, **options)
+    handle = found[0].canzona
     expected = MAKERS[make](whole)
     schedules = [LambdaLR(optimizer, lambda k: 1.0 / (1 + k)) for optimizer in (*found, *expected)]
     differences: list[str] = []
@@ -110,9 +103,7 @@ def train(
             differences.append(f"step {step}: norm {one} for {two}")
         for (_, param), value in zip(whole, gathered(reduced(named), group).values(), strict=True):
             param.grad = value
-        for optimizer in (*found, *expected):
-            optimizer.step()
-            optimizer.zero_grad()
+        update((*found, *expected))
         for schedule in schedules:
             schedule.step()
         if step == steps // 2:

@@ -20,10 +20,11 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from tests.data_parallel.fused import GATE_UP, QKV, SPLITS, FusedModel, named
 from tests.data_parallel.models import MAKERS, Block, Model
-from tests.data_parallel.runs import alone, compare, zero1
+from tests.data_parallel.runs import compare, step_alone
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import full
 from tests.harness.mistakes import attempt
+from tests.harness.model_pairs import zero1
 from tests.harness.ranks import run
 
 BUCKETS = 40_000  # bytes: several buckets, and embedding and head are cut
@@ -152,8 +153,8 @@ PLANNERS = ("lpt-swap", "alpha")  # the default, and one that deals matrices oth
 def follow(plan: Any) -> tuple[list[str], dict[str, int], str]:
     """Train by a plan beside DDP; what differs, the rank that updates each matrix, and the fingerprint."""
     found = compare("muon and adamw", 3, ddp=True, bucket_bytes=BUCKETS, plan=plan)
-    mesh = mesh_of((2,), ("dp",))
-    handle = zero1(Model(), "muon and adamw", mesh, bucket_bytes=BUCKETS, plan=plan)[0].canzona
+    model = Model()
+    handle = zero1(model, MAKERS["muon and adamw"](model), bucket_bytes=BUCKETS, plan=plan)[0].canzona
     owners = {part.name: part.owner for bucket in handle.model_plan.step.buckets for part in bucket.slices}
     return found, {task.name: owners[task.name] for task in handle.model_plan.step.tasks}, handle.plan().fingerprint
 
@@ -166,16 +167,17 @@ def test_a_run_takes_the_owners_of_its_plan(tmp_path: Path) -> None:
     assert owners != {task.name: task.replica for task in chosen.tasks}
     path = tmp_path / "plan.json"
     path.write_text(planned.to_json())
-    after = partial(alone, "muon and adamw", torch.float32)
+    after = partial(step_alone, "muon and adamw", torch.float32)
     assert run(2, follow, path, after=after) == [([], owners, planned.fingerprint)] * 2
 
 
 def refused(plan: Any, api: str) -> str:
-    mesh, model = mesh_of((2,), ("dp",)), Model()
+    model = Model()
+    optimizers = MAKERS["muon and adamw"](model)
     if api == "zero1":
-        return attempt(lambda: zero1(model, "muon and adamw", mesh, bucket_bytes=BUCKETS, plan=plan)).said
-    muon = MAKERS["muon and adamw"](model)[0]
-    return attempt(lambda: canzona_compile.wrap(muon, replicate=mesh, model=model, plan=plan)).said
+        return attempt(lambda: zero1(model, optimizers, bucket_bytes=BUCKETS, plan=plan)).said
+    mesh = mesh_of((2,), ("dp",))
+    return attempt(lambda: canzona_compile.wrap(optimizers[0], replicate=mesh, model=model, plan=plan)).said
 
 
 @pytest.mark.ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.data_parallel.fused import BUCKETS, alone, measured, train
+from tests.data_parallel.fused import BUCKETS, alone, train
 from tests.harness.marks import full
 from tests.harness.ranks import run
 
@@ -54,21 +54,3 @@ def test_reduced_gradients_give_the_plain_step(world: int, make: str, split: str
     after = partial(alone, make, split)
     for found in run(world, train, make, split, after=after, **{"bucket_bytes": BUCKETS, **options}):
         assert found == []
-
-
-@pytest.mark.full
-def test_a_step_has_no_collective_of_its_own() -> None:
-    for (buckets, shards, backward, step), _ in run(2, measured, False, after=partial(alone, "muon", "uneven")):
-        assert buckets > 4
-        assert backward == buckets + 2  # an announcement, and an exchange that tells who has gradients
-        # On gloo a shard is a broadcast, and one bucket has a shard that two optimizers share. Each announces its step.
-        assert step == shards + 1 + 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tp", [False, True])
-def test_an_infinity_on_one_rank_skips_the_step_on_all(tp: bool) -> None:
-    """Also where some ranks hold no row of a piece."""
-    world = 4 if tp else 2
-    found = run(world, measured, tp, after=partial(alone, "muon", "uneven"))
-    assert [moved for _, moved in found] == [[True, False, True]] * world

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import canzona_compile
-from tests.data_parallel.test_checkpoints import gradient, like, part
+from tests.data_parallel.test_checkpoints import gradient
+from tests.data_parallel.test_checkpoints import train as train_model
 from tests.harness.layouts import full, mesh_of
-from tests.harness.optimizers import shared_captures
+from tests.harness.model_pairs import zero1
 from tests.harness.pairs import capture_alone, params_of, same_bits
 from tests.harness.ranks import run
 from tests.session.test_stagger import SHAPES, Periodic
@@ -45,20 +45,14 @@ def train(tensor_parallel: bool) -> list[str]:
     ranks = 2 if tensor_parallel else 1
     mesh = mesh_of((world // ranks, ranks), ("dp", "tp"))
     model = Matrices(mesh["tp"] if tensor_parallel else None)
-    with shared_captures():
-        found: Any = canzona_compile.zero1(model, Periodic(model.parameters()), mesh=mesh["dp"], stagger=True)
+    found = zero1(model, Periodic(model.parameters()), mesh=mesh["dp"], stagger=True)
     plain = Periodic(list(Matrices().parameters()))
     names = [name for name, _ in model.named_parameters()]
     said: list[str] = []
     for step in range(STEPS):
-        params = list(model.parameters())
-        grads = [gradient(param.shape, step, i) for i, param in enumerate(params)]
-        losses = [(part(p) * part(like(p, g))).sum() for p, g in zip(params, grads, strict=True)]
-        torch.stack(losses).sum().backward()
-        for param, grad in zip(params_of(plain), grads, strict=True):
-            param.grad = grad
-        found.step()
-        found.zero_grad()
+        train_model(model, found, step)
+        for i, param in enumerate(params_of(plain)):
+            param.grad = gradient(param.shape, step, i)
         if step == 0:
             everybody: list[Any] = [None] * world
             dist.all_gather_object(everybody, dict(found.canzona.session.driver.plan.stagger.ahead))

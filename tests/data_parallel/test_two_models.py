@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-import canzona_compile
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed
 from tests.harness.mistakes import attempt
+from tests.harness.model_pairs import ModelPair, train, zero1
 from tests.harness.ranks import run
 
 
@@ -32,77 +32,51 @@ class Net(nn.Module):
         return x
 
 
-def inputs(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+Without = tuple[int, int]  # the layer of the second model that each rank leaves out
+NONE = (-1, -1)
 
 
-class Pair:
-    """Two models, and the same ones with plain optimizers."""
+class Both(ModelPair):
+    """Two models with a loss of both, and the same ones with plain optimizers."""
 
     def __init__(self, own_groups: bool, gather: str = "step") -> None:
-        world = dist.get_world_size()
-        meshes = [mesh_of((world,), ("dp",)), mesh_of((world,), ("dp",))]
-        if own_groups:
-            groups: list[Any] = [dist.new_group(backend="gloo") for _ in range(2)]
-        else:
-            groups = list(meshes)
-        self.models, self.plain = [Net(0), Net(1)], [Net(0), Net(1)]
-        self.optimizers = [
-            canzona_compile.zero1(m, SGD(m.parameters(), lr=0.5), mesh=g, bucket_bytes=2000, gather=gather)
-            for m, g in zip(self.models, groups, strict=True)
-        ]
-        self.expected = [SGD(m.parameters(), lr=0.5) for m in self.plain]
+        mesh = mesh_of((dist.get_world_size(),), ("dp",))
+        groups: list[Any] = [dist.new_group(backend="gloo") if own_groups else mesh for _ in range(2)]
+        models, plain = (nn.ModuleList([Net(0), Net(1)]) for _ in range(2))
+        pairs = zip(models, sgd(models), groups, strict=True)
+        found = [zero1(model, own, mesh=group, bucket_bytes=2000, gather=gather) for model, own, group in pairs]
+        self.without = NONE
+        super().__init__(models, found, plain, sgd(plain), self.loss_of_both)
 
-    def loss(self, models: list[Net], step: int, rank: int, without: tuple[int, int]) -> Tensor:
-        """Of both models at once; `without` says which layer each rank leaves out of the second one."""
-        x = inputs(step, rank)
-        return (models[0](models[1](x, without[rank])) - models[1](x, without[rank])).square().mean()
+    def loss_of_both(self, models: Any, step: int, rank: int) -> Tensor:
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+        without = self.without[rank]
+        found: Tensor = (models[0](models[1](x, without)) - models[1](x, without)).square().mean()
+        return found
 
-    def plain_step(self, step: int, without: tuple[int, int]) -> None:
-        for rank in range(2):
-            (0.5 * self.loss(self.plain, step, rank, without)).backward()
-        for optimizer in self.expected:
-            optimizer.step()
-            optimizer.zero_grad()
 
-    def step(self, step: int, without: tuple[int, int], order: tuple[int, ...] = (0, 1)) -> None:
-        self.loss(self.models, step, dist.get_rank(), without).backward()
-        for i in order:
-            self.optimizers[i].step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def wrong(self) -> list[str]:
-        for optimizer in self.optimizers:
-            optimizer.canzona.synchronize()
-        return [
-            f"{i}.{name}"
-            for i, (one, two) in enumerate(zip(self.models, self.plain, strict=True))
-            for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True)
-            if not torch.equal(a, b)
-        ]
+def sgd(models: nn.ModuleList) -> list[SGD]:
+    return [SGD(model.parameters(), lr=0.5) for model in models]
 
 
 def layer_left_out(own_groups: bool, gather: str) -> list[str]:
     """What differs from plain optimizers if one rank leaves a layer out."""
-    pair = Pair(own_groups, gather)
-    for step, without in enumerate([(-1, -1), (-1, 2), (1, -1), (3, 0), (-1, -1)]):
-        pair.step(step, without)
-        pair.plain_step(step, without)
-    return pair.wrong()
+    pair = Both(own_groups, gather)
+    for step, pair.without in enumerate([NONE, (-1, 2), (1, -1), (3, 0), NONE]):
+        pair.train(step)
+    return pair.different()
 
 
 def another_order(own_groups: bool) -> tuple[str, list[str]]:
     """What ranks say that step two models in another order, and what differs after they went on."""
-    pair = Pair(own_groups)
-    pair.step(0, (-1, -1))
-    pair.plain_step(0, (-1, -1))
-    said = attempt(lambda: pair.step(1, (-1, -1), (0, 1) if dist.get_rank() == 0 else (1, 0))).said
+    pair = Both(own_groups)
+    pair.train(0)
+    order = pair.optimizers[:: -1 if dist.get_rank() else 1]
+    said = attempt(lambda: train(pair.model, order, 1, pair.loss)).said
     for optimizer in pair.optimizers:
         optimizer.zero_grad()
-    pair.step(2, (-1, -1))
-    pair.plain_step(2, (-1, -1))
-    return said, pair.wrong()
+    pair.train(2)
+    return said, pair.different()
 
 
 @pytest.mark.parametrize(("own_groups", "gather"), crossed([False, True], ["step", "forward"], most=3))

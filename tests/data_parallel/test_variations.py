@@ -12,15 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from tests.data_parallel.models import MAKERS, WIDTH, Model, batch, different, different_state
-from tests.harness.layouts import mesh_of
+from tests.data_parallel.models import MAKERS, WIDTH, Model, batch, different
 from tests.harness.marks import full, only
-from tests.harness.optimizers import shared_captures
+from tests.harness.model_pairs import ModelPair, under_zero1, zero1
+from tests.harness.model_pairs import train as train_model
 from tests.harness.pairs import left_after
 from tests.harness.plain_shards import Rated
 from tests.harness.ranks import run
@@ -121,69 +120,47 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Pair:
-    """A model under zero1 and its copy under DDP, with their optimizers."""
-
-    def __init__(self, variation: str = "plain", gather: str = "step") -> None:
-        self.rank = dist.get_rank()
-        self.plain: Any = VARIATIONS[variation]()
-        self.model: Any = VARIATIONS[variation]() if variation.startswith("compiled") else copy.deepcopy(self.plain)
-        self.forwards: list[nn.Module] = [DistributedDataParallel(self.plain), self.model]
-        self.expected, found = (MAKERS["muon and adamw"](m) for m in (self.plain, self.model))
-        mesh = mesh_of((dist.get_world_size(),), ("dp",))
-        options: dict[str, Any] = {"bucket_bytes": 20_000, "gather": gather}
-        with shared_captures():
-            self.found: Any = canzona_compile.zero1(self.model, found, mesh=mesh, **options)
-        if variation == LATER:
-            self.forwards[1] = torch.compile(self.model, backend="aot_eager")
-        self.handle = self.found[0].canzona
-
-    def train(self, step: int) -> None:
-        """Take one training step both ways."""
-        for forward in self.forwards:
-            forward(batch(step, self.rank)).backward()
-        for optimizer in (*self.expected, *self.found):
-            optimizer.step()
-            optimizer.zero_grad()
+def pair_of(variation: str = "plain", gather: str = "step") -> ModelPair:
+    """A model under zero1, and its copy with plain optimizers."""
+    model = VARIATIONS[variation]()
+    plain = VARIATIONS[variation]() if variation.startswith("compiled") else None
+    pair = under_zero1(model, MAKERS["muon and adamw"], plain=plain, bucket_bytes=20_000, gather=gather)
+    if variation == LATER:
+        pair.model = torch.compile(model, backend="aot_eager")
+    return pair
 
 
 def train(variation: str, gather: str) -> list[str]:
     """Train both ways on this rank; what differs."""
-    pair = Pair(variation, gather)
-    for step in range(3):
-        pair.train(step)
-    pair.handle.synchronize()
-    differences = different(pair.model, pair.plain)
-    for one, two in zip(pair.expected, pair.found, strict=True):
-        differences += different_state(two.state_dict()["state"], one.state_dict()["state"])
-    return differences
+    pair = pair_of(variation, gather)
+    pair.train(*range(3))
+    return pair.different()
 
 
 def scaled() -> list[str]:
     """Give a parameter an attribute, change it, and take it away."""
-    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    models[1].load_state_dict(models[0].state_dict())
-    plain, own = (Rated(model.parameters()) for model in models)
-    mesh = mesh_of((dist.get_world_size(),), ("dp",))
-    both = plain, canzona_compile.zero1(models[1], own, mesh=mesh)
+    model = nn.Linear(8, 8)
+    pair = under_zero1(model, lambda m: [Rated(m.parameters())], lambda m, step, _: sum_of_squares(m, 1.0 + step))
     for step in range(4):
-        for model, optimizer in zip(models, both, strict=True):
+        for own in (pair.model, pair.plain):
             if step == 3:
-                del model.weight.lr_mul
+                del own.weight.lr_mul
             elif step:
-                model.weight.lr_mul = 1.0 + step
-            model(torch.full((2, 8), 1.0 + step)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return different(models[1], models[0])
+                own.weight.lr_mul = 1.0 + step
+        pair.train(step)
+    return pair.different()
+
+
+def sum_of_squares(model: nn.Module, value: float) -> Tensor:
+    found: Tensor = model(torch.full((2, 8), value)).square().sum()
+    return found
 
 
 def adapted() -> str:
     """Take a step of adapters in reentrant checkpoints, all else frozen and one adapter unused, and clip by torch."""
     model = nn.Sequential(*(Checkpointed(nn.Linear(8, 8), reentrant=True) for _ in range(3)))
     model.unused = nn.Linear(8, 8)
-    mesh = mesh_of((dist.get_world_size(),), ("dp",))
-    found = canzona_compile.zero1(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, bucket_bytes=300)
+    found = zero1(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=300)
     for depth in (1, 2):  # checkpoints in checkpoints
         x: Any = torch.full((2, 8), 1.0 + dist.get_rank(), requires_grad=True)
         x = model[:3](x) if depth == 1 else checkpoint(model[:3], x, use_reentrant=True)
@@ -203,11 +180,11 @@ def adapted() -> str:
 
 def loaded_in_mid_forward() -> list[str]:
     """Load a checkpoint after a forward pass that ended early, while parameters of the last step are on their way."""
-    pair = Pair(gather="forward")
+    pair = pair_of(gather="forward")
     pair.train(0)
     before = copy.deepcopy(pair.model.state_dict())
     pair.train(1)
-    pair.model.embed(batch(2, pair.rank))
+    pair.model.embed(batch(2, dist.get_rank()))
     pair.model.load_state_dict(before)
     pair.handle.synchronize()
     return [name for name, value in pair.model.state_dict().items() if not torch.equal(value, before[name])]
@@ -215,46 +192,26 @@ def loaded_in_mid_forward() -> list[str]:
 
 def unwrapped() -> list[str]:
     """Train under zero1, unwrap, and train on under DDP: the model is as if zero1 had never seen it."""
-    pair = Pair()
-    for step in range(4):
-        if step == 2:
-            for optimizer in pair.found:
-                canzona_compile.unwrap(optimizer)
-            pair.forwards[1] = DistributedDataParallel(pair.model)
-        pair.train(step)
-    return different(pair.model, pair.plain)
-
-
-def averaged(gather: str) -> list[str]:
-    """Keep a moving average of the parameters under zero1 and under DDP."""
-    pair = Pair(gather=gather)
-    averages = AveragedModel(pair.plain), AveragedModel(pair.model)
-    for step in range(3):
-        pair.train(step)
-        pair.handle.synchronize()
-        for average, own in zip(averages, (pair.plain, pair.model), strict=True):
-            average.update_parameters(own)
-    with torch.no_grad():
-        losses = [float(average(batch(9, 0))) for average in averages]
-    return different(averages[1], averages[0]) + ([] if losses[0] == losses[1] else [f"losses {losses}"])
+    pair = pair_of()
+    pair.train(0, 1)
+    for optimizer in pair.optimizers:
+        canzona_compile.unwrap(optimizer)
+    model, pair.model = pair.model, DistributedDataParallel(pair.model)
+    pair.train(2, 3)
+    return different(model, pair.plain)
 
 
 def freed(gather: str) -> list[str]:
     """What is alive of a model and its optimizers under zero1 once nobody holds them, before a search for garbage."""
-    models, rank = list[nn.Module](), dist.get_rank()
+    models = list[nn.Module]()
 
     def make() -> Any:
         models.append(Model())
-        with shared_captures():
-            own = canzona_compile.chain(*MAKERS["muon and adamw"](models[0]))
-            mesh = mesh_of((dist.get_world_size(),), ("dp",))
-            return canzona_compile.zero1(models[0], own, mesh=mesh, bucket_bytes=20_000, gather=gather)
+        own = canzona_compile.chain(*MAKERS["muon and adamw"](models[0]))
+        return zero1(models[0], own, bucket_bytes=20_000, gather=gather)
 
     def use(optimizer: Any) -> None:
-        for step in range(3):
-            models[0](batch(step, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_model(models[0], [optimizer], 3)
         optimizer.canzona.measure(1)
         assert optimizer.state_dict()["state"]
         models.clear()
@@ -292,9 +249,3 @@ def test_nothing_is_left_of_a_model_that_nobody_holds(gather: str) -> None:
 @pytest.mark.full
 def test_an_unwrapped_model_is_ddp_s_again() -> None:
     assert run(2, unwrapped) == [[], []]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("gather", ["step", "forward"])
-def test_a_moving_average(gather: str) -> None:
-    assert run(2, averaged, gather) == [[], []]

@@ -9,30 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.data_parallel.models import CHEAP, MAKERS, Model, batch, different
+from tests.data_parallel.models import ALL_MAKERS, Model, different
 from tests.data_parallel.runs import set_up
 from tests.harness.mistakes import attempt
+from tests.harness.model_pairs import ModelPair, update
 
 
-class Trainee:
+class Trainee(ModelPair):
     """A model under zero1 with two optimizers, and plain ones that take the same gradients."""
-
-    optimizers: Any
-    handle: Any
 
     def __init__(self, make: str = "sgd", **options: Any) -> None:
         self.rank, self.make, self.options = dist.get_rank(), make, options
-        self.model: Any = Model()
-        self.plain = Model()
-        self.expected = {**MAKERS, **CHEAP}[make](self.plain)
+        plain = Model()
+        super().__init__(Model(), [], plain, ALL_MAKERS[make](plain))
 
     def course(self) -> Iterator[str]:
         """A good step, and one that is expected to fail."""
         yield "built"
-        self.model, self.optimizers, self.handle = set_up(self.model, self.make, **self.options)
+        self.model, self.optimizers, _ = set_up(self.model, self.make, **self.options)
         yield "bound"
-        self.whole_step(0)
-        self.plain_step(0)
+        self.train(0)
         self.handle.synchronize()
         yield "trained"
         self.backward(1)
@@ -47,19 +43,12 @@ class Trainee:
 
     def whole_step(self, step: int) -> None:
         self.backward(step)
-        self.step()
-        self.zero()
+        update(self.optimizers)
 
     def plain_step(self, step: int) -> None:
-        """What a whole step is without zero1: the mean of the gradients of two ranks, and the optimizers."""
-        for rank in (0, 1):
-            (0.5 * self.plain(batch(step, rank))).backward()
-        for optimizer in self.expected:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def backward(self, step: int) -> None:
-        self.model(batch(step, self.rank)).backward()
+        """What a whole step is without zero1."""
+        self.plain_backward(step)
+        update(self.expected)
 
     def step(self) -> None:
         for optimizer in self.optimizers:

@@ -20,15 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from examples.optimizers.soap import SOAP
-from tests.data_parallel.models import Model, batch, different, different_state, hidden, others
+from tests.data_parallel.models import Model, hidden, others
+from tests.harness import model_pairs
 from tests.harness.checkpointing import EVERY
 from tests.harness.layouts import ALONE, Case, local, mesh_of
 from tests.harness.marks import first
 from tests.harness.mistakes import attempt
-from tests.harness.optimizers import shared_captures
-from tests.harness.pairs import Pair, parameters, params_of
+from tests.harness.pairs import Pair, parameters, params_of, unlike
 from tests.harness.ranks import run
-from tests.harness.training import Training, check, on_ranks, ready
+from tests.harness.training import Training, check, falling, on_ranks, ready
 
 HIDDEN = ((12, 8), (8, 12), (9, 7), (7, 9), (12, 8))
 SOAPED = ((7, 4), (5, 5))  # with the period, as in tests/harness/checkpointing.py: it is captured once for all
@@ -43,18 +43,8 @@ def three(params: list[Any]) -> Chain:
     return chain(Muon(params[:5], lr=0.1), SOAP(params[5:7], lr=0.1, every=EVERY), AdamW(params[7:], lr=0.01))
 
 
-def by_step(optimizer: Any) -> Any:
-    """Change the rates of all groups before every step."""
-
-    def change(step: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + step)
-
-    return change
-
-
 TRAININGS = {
-    make.__name__: Training(make, (*HIDDEN, *SOAPED, *REST), steps=5, schedule=by_step, sizes=(0.1, 1e-2))
+    make.__name__: Training(make, (*HIDDEN, *SOAPED, *REST), steps=5, schedule=falling(0.1), sizes=(0.1, 1e-2))
     for make in (two, three)
 }
 
@@ -80,7 +70,7 @@ def unequal(params: list[Any]) -> Chain:
 
 
 TRAININGS["unequal"] = Training(
-    unequal, ((64, 64), (8, 8), (8, 8), (64, 64), (8, 8), (8, 8)), steps=2, schedule=by_step, sizes=(0.1, 1e-2)
+    unequal, ((64, 64), (8, 8), (8, 8), (64, 64), (8, 8), (8, 8)), steps=2, schedule=falling(0.1), sizes=(0.1, 1e-2)
 )
 
 
@@ -262,19 +252,12 @@ def whole(model: nn.Module) -> Chain:
 
 def under_zero1(gather: str) -> list[str]:
     """Train a chain under zero1 beside a plain one that takes the mean of the gradients of all ranks; what differs."""
-    world = dist.get_world_size()
-    mesh = mesh_of((world,), ("dp",))
-    model = Model()
-    plain = copy.deepcopy(model)
-    expected = whole(plain)
-    with shared_captures():
-        made: Any = canzona_compile.zero1(model, whole(model), mesh=mesh, gather=gather)
+    pair = model_pairs.under_zero1(Model(), whole, gather=gather)
+    plain, (expected,), (made,) = pair.plain, pair.expected, pair.optimizers
     schedules = [LambdaLR(own, lambda k: 1.0 / (1 + k)) for own in (made, expected)]
     found: list[str] = []
     for step in range(3):
-        for rank in range(world):
-            (plain(batch(step, rank)) / world).backward()
-        model(batch(step, dist.get_rank())).backward()
+        pair.both_backward(step)
         of, clipped = [(None, list(plain.parameters())), (made.optimizers[1], others(plain))][step % 2]
         norm = made.canzona.clip_grad_norm_(0.5, of=of)
         if not torch.allclose(norm, nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None])):
@@ -282,20 +265,16 @@ def under_zero1(gather: str) -> list[str]:
         nn.utils.clip_grads_with_norm_(clipped, 0.5, norm)
         with pytest.raises(CanzonaError, match="was not passed to zero1"):
             made.canzona.clip_grad_norm_(0.5, of=expected.optimizers[1])
-        for own in (made, expected):
-            own.step()
-            own.zero_grad()
+        pair.update()
         for schedule in schedules:
             schedule.step()
-        made.canzona.synchronize()
-        found += [f"step {step}: {name}" for name in different(model, plain)]
-    found += different_state(made.state_dict()["state"], expected.state_dict()["state"])
+        found += [f"step {step}: {name}" for name in pair.different()]
     report = made.canzona.report()
-    if len(report.tasks) != len(hidden(model)):
+    if len(report.tasks) != len(hidden(pair.model)):
         found.append(f"{len(report.tasks)} tasks")
     saved = copy.deepcopy(made.state_dict())
     canzona_compile.unwrap(made)
-    if type(made) is not Chain or different_state(saved["state"], made.state_dict()["state"]):
+    if type(made) is not Chain or unlike("state", saved["state"], made.state_dict()["state"]):
         found.append("unwrap")
     return found
 
@@ -303,13 +282,7 @@ def under_zero1(gather: str) -> list[str]:
 def alone() -> None:
     """Capture in one process what ranks need."""
     model = Model()
-    made = whole(model)
-    with shared_captures():
-        canzona_compile.wrap(made)
-    for step in range(2):
-        model(batch(step, 0)).backward()
-        made.step()
-        made.zero_grad()
+    model_pairs.train_alone(model, [whole(model)])
 
 
 @pytest.mark.ranks

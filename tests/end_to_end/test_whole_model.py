@@ -18,15 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
-from torch.utils import _pytree as pytree
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon
-from tests.data_parallel.models import Model, batch, different, different_state
+from tests.data_parallel.models import Model, different
 from tests.harness.layouts import full as whole
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import full
+from tests.harness.model_pairs import Given, loss_of
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import params_of
 from tests.harness.ranks import do_alone, run
@@ -78,41 +78,30 @@ def plain_chain(model: nn.Module, line: str = "muon_adamw") -> Chain:
     return chain(LINES[line](matrices, **common), AdamW(rest, **common))
 
 
-def given(model: nn.Module, plain: nn.Module) -> None:
-    """Give a plain model the whole gradients of a sharded one."""
-    for param, own in zip(model.parameters(), plain.parameters(), strict=True):
-        assert param.grad is not None
-        gathered = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
-        own.grad = gathered.detach().clone()
-
-
 def train(layout: str, steps: int = 4, line: str = "muon_adamw") -> dict[str, Any]:
     """Train beside a plain chain that takes the same gradients; what differs, and what is saved."""
-    model, options = sharded(layout)
-    inner = model.module if layout == "ddp" else model
-    plain = Model()
-    expected = plain_chain(plain, line)
-    with shared_captures():
-        made: Any = getattr(canzona_compile, line)(model, lr=RATE, **options)
-    before = {name: whole(p).clone() for name, p in inner.named_parameters()}
-    found: list[str] = []
-    for step in range(steps):
-        rank = dist.get_rank() if layout in ("ddp", "zero1", "fsdp") else 0
-        model(batch(step, rank)).backward()
-        given(inner, plain)
-        for own in (made, expected):
-            own.step()
-            own.zero_grad()
-        found += [f"step {step}: {name}" for name in different(inner, plain)]
-    still = [name for name, p in inner.named_parameters() if torch.equal(before[name], whole(p))]
-    state = pytree.tree_map(lambda v: whole(v) if isinstance(v, torch.Tensor) else v, made.state_dict()["state"])
+    pair = beside(layout, line)
+    (made,) = pair.optimizers
+    before = [whole(p).clone() for p in pair.model.parameters()]
+    pair.train(*range(steps))
+    params = zip(pair.plain.named_parameters(), pair.model.parameters(), before, strict=True)
     return {
-        "different": found + different_state(state, expected.state_dict()["state"]),
-        "still": still,
+        "different": pair.different(),
+        "still": [name for (name, _), p, value in params if torch.equal(value, whole(p))],
         "matrices": set(made.optimizers[0].param_groups[0]["param_names"]),
         "tasks": {task.name for task in made.canzona.report().tasks},
         "local": {task.name for task in made.canzona.report().local},
     }
+
+
+def beside(layout: str, line: str = "muon_adamw") -> Given:
+    """A model in a layout, and a plain one, with their chains. On some ranks batches are equal."""
+    model, options = sharded(layout)
+    with shared_captures():
+        made = getattr(canzona_compile, line)(model, lr=RATE, **options)
+    plain, all_ranks = Model(), layout in ("ddp", "zero1", "fsdp")
+    loss = loss_of if all_ranks else lambda model, step, _: loss_of(model, step, 0)
+    return Given(model, [made], plain, [plain_chain(plain, line)], loss)
 
 
 def alone(line: str = "muon_adamw") -> None:
@@ -161,26 +150,19 @@ def saved_after(path: str, begin: int, steps: int) -> list[str]:
 
     The gradients do not depend on the number of ranks, so a plain chain in the same process is the oracle.
     """
-    model, options = sharded("fsdp")
-    plain = Model()
-    with shared_captures():
-        made: Any = canzona_compile.muon_adamw(model, lr=RATE, **options)
-    expected = plain_chain(plain)
+    pair = beside("fsdp")
+    model, plain, (made,), (expected,) = pair.model, pair.plain, pair.optimizers, pair.expected
+    pair.loss = lambda model, step, _: loss_of(model, step, 0)
     if begin:
         loaded = torch.load(path, weights_only=False)
-        for param, value in zip(plain.parameters(), loaded["model"], strict=True):
-            param.data.copy_(value)
-        expected.load_state_dict(loaded["plain"])
         with torch.no_grad():
+            for param, value in zip(plain.parameters(), loaded["model"], strict=True):
+                param.copy_(value)
             for param, value in zip(model.parameters(), loaded["model"], strict=True):
-                param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))  # type: ignore[attr-defined]
+                param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))
+        expected.load_state_dict(loaded["plain"])
         set_optimizer_state_dict(model, made, loaded["optimizer"], options=WHOLE)
-    for step in range(begin, begin + steps):
-        model(batch(step, 0)).backward()
-        given(model, plain)
-        for own in (made, expected):
-            own.step()
-            own.zero_grad()
+    pair.train(*range(begin, begin + steps))
     saved = get_optimizer_state_dict(model, made, options=WHOLE)
     values = [whole(p).detach().clone() for p in model.parameters()]
     if dist.get_rank() == 0:

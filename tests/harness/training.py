@@ -53,6 +53,19 @@ class Outcome:
     report: dict[str, Any]
 
 
+def falling(first: float) -> Schedule:
+    """A learning rate of all groups that is another one before each step."""
+
+    def schedule(optimizer: Optimizer) -> Callable[[int], None]:
+        def change(step: int) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = first / (1 + step)
+
+        return change
+
+    return schedule
+
+
 def trained(
     training: Training, cases: Sequence[Case], dtype: torch.dtype, restored: bool = False, **options: Any
 ) -> tuple[Any, Outcome]:

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 
 import canzona_compile
 from canzona_compile.runtime import meeting
@@ -22,6 +20,7 @@ from tests.harness import marks
 from tests.harness.checkpointing import EVERY, SHAPES
 from tests.harness.layouts import ALONE, Case
 from tests.harness.mistakes import attempt
+from tests.harness.model_pairs import train, zero1
 from tests.harness.pairs import Pair, unlike
 from tests.harness.ranks import run
 
@@ -199,27 +198,14 @@ def test_state_in_fragments_needs_nobody() -> None:
 
 def zero1_alone() -> tuple[list[str], bool]:
     torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 6, bias=False))
-    optimizer = torch.optim.Muon(model.parameters(), lr=2e-2)
-    canzona_compile.zero1(model, optimizer, mesh=init_device_mesh("cpu", (2,)))
-    for _ in range(2):
-        model(torch.ones(3, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 6, bias=False))
+    optimizer = zero1(model, torch.optim.Muon(model.parameters(), lr=2e-2))
+    train(model, [optimizer], 2, lambda model, *_: model(torch.ones(3, 6)).square().sum())
     said = [said_by(optimizer.state_dict, PATIENCE)] if dist.get_rank() == 0 else []
     dist.barrier()
     whole = optimizer.state_dict()
-    optimizer.canzona.consolidate()  # type: ignore[attr-defined]
-    if dist.get_rank() == 0:
-        alone = pytree.tree_leaves(optimizer.state_dict())
-        return said, all(
-            map(
-                lambda a, b: torch.equal(torch.as_tensor(a), torch.as_tensor(b)),
-                [v for v in alone if isinstance(v, Tensor)],
-                [v for v in pytree.tree_leaves(whole) if isinstance(v, Tensor)],
-            )
-        )
-    return said, True
+    optimizer.canzona.consolidate()
+    return said, dist.get_rank() != 0 or not unlike("", optimizer.state_dict(), whole)
 
 
 @pytest.mark.ranks

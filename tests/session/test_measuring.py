@@ -27,9 +27,9 @@ from canzona_compile.runtime import meeting
 from canzona_compile.runtime.timed_program import CLOCK, TimedProgram, turn, turns
 from examples.optimizers.soap import SOAP
 from tests.data_parallel.runs import set_up, step_alone
-from tests.data_parallel.runs import train as train_zero1
 from tests.harness.layouts import Case
 from tests.harness.marks import full
+from tests.harness.model_pairs import train as train_model
 from tests.harness.optimizers import Shared, muon
 from tests.harness.pairs import feed, parameters
 from tests.harness.ranks import Died, run
@@ -227,9 +227,9 @@ def test_a_step_that_is_not_measured_makes_the_calls_of_one_that_never_was() -> 
 
 def zero1_figures() -> Any:
     model, optimizers, handle = set_up(make="muon and adamw", hardware=KNOWN)
-    train_zero1(model, optimizers, 2)
+    train_model(model, optimizers, 2)
     handle.measure(3)
-    train_zero1(model, optimizers, 3)
+    train_model(model, optimizers, 3)
     assert handle.zero1.reduction.clock.stopped
     return handle.report().to_dict()["measured"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 import canzona_compile
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed, first, full
+from tests.harness.model_pairs import update
 from tests.harness.optimizers import share_captures
 from tests.harness.plain_shards import (
     EVEN,
@@ -63,7 +63,7 @@ def train(
         if restored and step == STEPS // 2:
             for optimizer in wrapped:
                 optimizer.load_state_dict(optimizer.state_dict())
-        step_all([*wrapped, *expected])
+        update((*wrapped, *expected))
         found += [f"step {step}: {what}" for what in different_from_whole(named, wrapped, expected, cuts, tp_rank)]
     for optimizer in wrapped:
         canzona_compile.unwrap(optimizer)
@@ -78,12 +78,6 @@ def fitting(layout: Any, names: Sequence[str]) -> Any:
     if not isinstance(layout, dict):
         return layout
     return {pattern: told for pattern, told in layout.items() if any(fnmatchcase(n, pattern) for n in names)}
-
-
-def step_all(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def on_ranks(make: str, how: str, shape: tuple[int, ...], cuts: Sequence[int], **options: Any) -> None:

@@ -27,7 +27,7 @@ from canzona_compile.optimizers import Muon as StackMuon
 from canzona_compile.session.cells import Cells
 from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.tools.verification.layouts import like
-from tests.data_parallel.runs import alone, compare
+from tests.data_parallel.runs import compare, step_alone
 from tests.harness.layouts import ALONE, Case, mesh_of
 from tests.harness.layouts import full as full_tensor
 from tests.harness.marks import first, full
@@ -160,9 +160,8 @@ def test_every_optimizer_on_every_layout(name: str, case: Case) -> None:
     ],
 )
 def test_under_zero1(make: str, state: Any, options: dict[str, Any]) -> None:
-    found = run(
-        2, compare, make, 5, ddp=True, bucket_bytes=40_000, state=state, after=partial(alone, make, FLOAT), **options
-    )
+    after = partial(step_alone, make, FLOAT)
+    found = run(2, compare, make, 5, ddp=True, bucket_bytes=40_000, state=state, after=after, **options)
     assert found == [[], []]
 
 
@@ -206,50 +205,22 @@ def test_one_text_for_a_chain(layout: str) -> None:
     assert run(2, chained, "int8", layout) == [[], []]
 
 
-def moved(before: Any, after: Any) -> list[str]:
-    """What differs after steps, a checkpoint that has other storages or none, and steps on other storages."""
-    pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=before, captures_anew=True)
-    handle = canzona_compile.round_state(pair.plain, before)
-    pair.go(3)
-    saved = copy.deepcopy(pair.wrapped.state_dict())
-    assert all(value.dtype == torch.float32 for value in torch.utils._pytree.tree_leaves(saved["state"]))
-    handle.remove()
-    other = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=after, captures_anew=True)
-    with torch.no_grad():
-        for new, old in ((other.plain, pair.plain), (other.wrapped, pair.wrapped)):
-            for mine, theirs in zip(params_of(new), params_of(old), strict=True):
-                mine.copy_(theirs)
-    other.plain.load_state_dict(copy.deepcopy(pair.plain.state_dict()))
-    other.wrapped.load_state_dict(saved)
-    if after is not None:
-        canzona_compile.round_state(other.plain, after)
-        rules = rules_of(after)
-        assert rules is not None
-        rounding(other.plain, rules)()  # what is loaded is stored, too
-    other.number = pair.number
-    other.go(2)
-    return other.different()
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(INT8, INT8), full(INT8, None), full({"*": "bfloat16 cpu"}, INT8), full("cpu", {"*": "bfloat16"})],
-)
-def test_a_checkpoint_goes_into_any_storage(before: Any, after: Any) -> None:
-    assert run(2, moved, before, after) == [[], []]
-
-
 def begun(state: Any) -> Any:
-    """A state dict of whole tensors after three steps, and the parameters."""
+    """A state dict of whole tensors after three steps, in between of which it is loaded here, and the parameters."""
     pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=state, captures_anew=True)
-    pair.go(3)
-    held = torch.utils._pytree.tree_map_only(Tensor, full_tensor, pair.wrapped.state_dict())
+    canzona_compile.round_state(pair.plain, state)
+    pair.go(2)
+    pair.wrapped.load_state_dict(copy.deepcopy(pair.wrapped.state_dict()))
+    pair.go(1)
+    pair.check()
+    saved = pair.wrapped.state_dict()
+    assert all(value.dtype == FLOAT for value in torch.utils._pytree.tree_leaves(saved["state"]))
+    held = torch.utils._pytree.tree_map_only(Tensor, full_tensor, saved)
     return held, [full_tensor(param).detach() for param in params_of(pair.wrapped)]
 
 
 def resumed(held: Any, values: list[Tensor], after: Any) -> list[str]:
-    """What differs after two more steps on these ranks."""
+    """What differs after two more steps on these ranks, on another storage or none."""
     pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=after, captures_anew=True)
     with torch.no_grad():
         for i, (whole, own, value) in enumerate(zip(params_of(pair.plain), pair.laid.params, values, strict=True)):
@@ -258,21 +229,30 @@ def resumed(held: Any, values: list[Tensor], after: Any) -> list[str]:
     pair.plain.load_state_dict(copy.deepcopy(held))
     pair.wrapped.load_state_dict(copy.deepcopy(held))
     rules = rules_of(after)
-    assert rules is not None
-    rounding(pair.plain, rules)()
-    canzona_compile.round_state(pair.plain, after)
+    if rules is not None:
+        rounding(pair.plain, rules)()  # what is loaded is stored, too
+        canzona_compile.round_state(pair.plain, after)
     pair.number = 3
     pair.go(2)
     return pair.different()
 
 
-@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
-@pytest.mark.parametrize("state", [INT8, {"*": "bfloat16 cpu"}], ids=str)
-def test_on_another_number_of_ranks(before: int, after: int, state: Any) -> None:
-    held, values = run(before, begun, INT8)[0]
-    assert run(after, resumed, held, values, state) == [[]] * after
+@pytest.mark.parametrize(
+    ("before", "state", "other", "after"),
+    [
+        (2, INT8, 2, INT8),
+        full(2, INT8, 2, None),
+        full(2, {"*": "bfloat16 cpu"}, 2, INT8),
+        full(2, "cpu", 2, {"*": "bfloat16"}),
+        *(full(*ranks, after) for ranks in ((2, INT8, 4), (4, INT8, 2)) for after in (INT8, {"*": "bfloat16 cpu"})),
+    ],
+)
+def test_a_checkpoint_goes_into_any_storage_on_any_number_of_ranks(
+    before: int, state: Any, other: int, after: Any
+) -> None:
+    held, values = run(before, begun, state)[0]
+    assert run(other, resumed, held, values, after) == [[]] * other
 
 
 def test_a_checkpoint_gives_back_the_very_codes() -> None:
