@@ -16,8 +16,9 @@ import torch
 import canzona_compile
 from canzona_compile.compat.interrupts import interrupted_here, interrupts_later, uninterrupted
 from canzona_compile.compat.torch_private import TorchDispatchMode, dispatch_modes
-from tests.harness.interrupted import begun, feed, params_of
+from tests.harness.interrupted import begun
 from tests.harness.marks import also, full
+from tests.harness.pairs import feed, params_of
 
 ROOT = Path(__file__).parents[2]
 

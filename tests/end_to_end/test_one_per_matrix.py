@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import canzona_compile
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.harness.checkpoint_routes import LOAD, SAVE
-from tests.harness.checkpointing import Holder
-from tests.harness.layouts import Case, Laid, full, mesh_of, replicate_of
+from tests.harness.checkpointing import END, SAVED, SHAPES, Run, values_of
+from tests.harness.layouts import ALONE, Case, full, mesh_of
 from tests.harness.marks import only
 from tests.harness.mistakes import refused
+from tests.harness.model_pairs import update
 from tests.harness.own_objects import MAKERS, ByAddress, Oracle
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
@@ -29,15 +30,6 @@ from tests.harness.traps.grammar import toy
 Tempering = toy(
     "tempering", group='group["steps"] = group.get("steps", 0) + 1', update="grad", scale='1 / group["steps"]'
 )()
-SHAPES = ((7, 5), (5, 8), (6, 6))
-SAVED, END = 4, 7
-ALONE = Case("plain", ())
-
-
-def drawn(step: int) -> list[Tensor]:
-    """The gradients of a step; those of step -1 are the first values."""
-    random = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=random) for shape in SHAPES]
 
 
 def rate(step: int) -> float:
@@ -48,22 +40,21 @@ def never(_step: int, _place: int) -> bool:
     return False
 
 
-class Part:
-    """A run on this rank, which the routes of checkpoints can save and load; one that loads others begins elsewhere."""
+class Part(Run):
+    """A run on this rank, of an optimizer object per matrix; one that loads others begins elsewhere."""
+
+    makers = MAKERS
 
     def __init__(self, name: str, case: Case, begun: bool = True, **options: Any) -> None:
-        self.laid = Laid(drawn(-1) if begun else [torch.full(shape, 0.25) for shape in SHAPES], case)
-        self.model = Holder(self.laid.params)
-        self.optimizer: Any = MAKERS[name](list(self.laid.params))
-        made = {"strategy": "owner", "one_per_matrix": MAKERS[name], "replicate": replicate_of(case), **options}
-        canzona_compile.wrap(self.optimizer, **made)
+        super().__init__(name, case, begun=begun, one_per_matrix=MAKERS[name], **options)
 
     def steps(self, start: int, stop: int, missing: Callable[[int, int], bool] = never) -> None:
         """Take steps; `missing` tells by step and place which gradients are not there."""
         for step in range(start, stop):
             self.optimizer.param_groups[0]["lr"] = rate(step)
-            for i, (param, grad) in enumerate(zip(self.laid.params, drawn(step), strict=True)):
-                param.grad = None if missing(step, i) else self.laid.like_param(grad, i)
+            self.feed(step)
+            for i, param in enumerate(self.laid.params):
+                param.grad = None if missing(step, i) else param.grad
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -76,10 +67,10 @@ def missing_one(step: int, place: int) -> bool:
 
 
 def expected(name: str, stop: int = END, missing: Any = never) -> list[Tensor]:
-    oracle = Oracle(name, drawn(-1))
+    oracle = Oracle(name, values_of(-1))
     for step in range(stop):
         oracle.set("lr", rate(step))
-        oracle.step([None if missing(step, i) else grad for i, grad in enumerate(drawn(step))])
+        oracle.step([None if missing(step, i) else grad for i, grad in enumerate(values_of(step))])
     return [p.detach() for p in oracle.params]
 
 
@@ -163,14 +154,13 @@ def test_every_rank_computes_every_matrix() -> None:
 
 
 def under_zero1(name: str) -> list[int]:
-    model = nn.ParameterList([nn.Parameter(value) for value in drawn(-1)])
+    model = nn.ParameterList([nn.Parameter(value) for value in values_of(-1)])
     optimizer = MAKERS[name](list(model))
     canzona_compile.zero1(model, optimizer, mesh=mesh_of((2,), ("dp",)), one_per_matrix=MAKERS[name])
     for step in range(END):
         optimizer.param_groups[0]["lr"] = rate(step)
-        sum((param * grad).sum() for param, grad in zip(model, drawn(step), strict=True)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        sum((param * grad).sum() for param, grad in zip(model, values_of(step), strict=True)).backward()
+        update([optimizer])
     return different([param.detach() for param in model], expected(name))
 
 
@@ -186,12 +176,12 @@ def save(name: str, case: Case, folder: Path, ways: list[str]) -> None:
     part = Part(name, case)
     part.steps(0, SAVED)
     for way in ways:
-        SAVE[way](part, folder / way)  # type: ignore[arg-type]
+        SAVE[way](part, folder / way)
 
 
 def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
     part = Part(name, case, begun=False)
-    LOAD[way][1](part, folder / LOAD[way][0])  # type: ignore[arg-type]
+    LOAD[way][1](part, folder / LOAD[way][0])
     part.steps(SAVED, END)
     return different(part.values(), expected(name))
 
@@ -276,7 +266,7 @@ def test_what_the_owner_cannot_save_is_an_error_on_every_rank() -> None:
 
 
 def test_new_plans_groups_and_cleared_state() -> None:
-    values = drawn(-1)
+    values = values_of(-1)
     plain = [ByAddress([nn.Parameter(value.clone())]) for value in values]
     plain[2].param_groups[0]["beta"] = 0.5
     params = [nn.Parameter(value) for value in values]
@@ -290,7 +280,7 @@ def test_new_plans_groups_and_cleared_state() -> None:
             wrapped.state[params[0]].clear()
             (own,) = plain[0].param_groups[0]["params"]
             plain[0] = ByAddress([own])
-        for i, (optimizer, grad) in enumerate(zip(plain, drawn(step), strict=True)):
+        for i, (optimizer, grad) in enumerate(zip(plain, values_of(step), strict=True)):
             params[i].grad = grad.clone()
             if i < 2 or step >= 2:
                 params_of(optimizer)[0].grad = grad.clone()
@@ -315,12 +305,12 @@ def test_scalars_have_objects_too() -> None:
 
 
 def test_attributes_that_users_change_are_followed_or_refused() -> None:
-    part, oracle = Part("by index", ALONE), Oracle("by index", drawn(-1))
+    part, oracle = Part("by index", ALONE), Oracle("by index", values_of(-1))
     for step in range(2):
         for own in (part.optimizer, *oracle.optimizers):
             own.decay = 0.2 + step
         oracle.set("lr", rate(step))
-        oracle.step(list(drawn(step)))
+        oracle.step(list(values_of(step)))
         part.steps(step, step + 1)
     assert different(part.values(), [p.detach() for p in oracle.params]) == []
     part.optimizer.moments.append(torch.zeros(1))
@@ -341,7 +331,7 @@ def test_it_cannot_be_unwrapped_once_it_stepped() -> None:
 
 
 def test_the_refusal_prints_the_line_to_write() -> None:
-    params = [nn.Parameter(value) for value in drawn(-1)]
+    params = [nn.Parameter(value) for value in values_of(-1)]
     optimizer: Any = ByAddress(params, lr=0.03, beta=0.8)
     canzona_compile.wrap(optimizer)
     feed(optimizer, 0)
@@ -434,7 +424,7 @@ def test_functions_that_make_something_else_are_refused(make: Any, says: str) ->
 
 
 def test_chains_take_it_wrapped() -> None:
-    params = [nn.Parameter(value) for value in drawn(-1)]
+    params = [nn.Parameter(value) for value in values_of(-1)]
     first, second = ByAddress(params[:2]), torch.optim.AdamW(params[2:])
     with pytest.raises(CanzonaError, match="several optimizers"):
         canzona_compile.wrap(canzona_compile.chain(first, second), one_per_matrix=ByAddress)

@@ -80,6 +80,8 @@ class Holder(nn.Module):
 class Run:
     """The run on this rank, laid out as `case` says; begun with other values if it is to be loaded."""
 
+    makers = OPTIMIZERS
+
     def __init__(
         self,
         name: str,
@@ -93,7 +95,7 @@ class Run:
         values = first_values(dtype)
         self.laid = Laid(values if begun else [torch.full_like(v, 0.25) for v in values], case)
         self.model = Holder(self.laid.params)
-        self.optimizer: Any = OPTIMIZERS[name](list(self.laid.params))
+        self.optimizer: Any = self.makers[name](list(self.laid.params))
         if wrapped:
             canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), **{"strategy": "owner", **options})
             share_captures(self.optimizer)

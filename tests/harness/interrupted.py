@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.compat.torch_private import count_function_modes, dispatch_modes
 from examples.optimizers.soap import SOAP
+from tests.harness.pairs import feed, parameters, params_of
 from tests.harness.toys import DecoratedMuon
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -37,18 +37,7 @@ POWER = math.pow
 
 
 def begun(kind: str) -> Optimizer:
-    values = torch.Generator().manual_seed(0)
-    return KINDS[kind]([nn.Parameter(torch.randn(shape, generator=values)) for shape in ((6, 4), (5, 8))])
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def feed(optimizer: Optimizer, step: int) -> None:
-    values = torch.Generator().manual_seed(10 + step)
-    for param in params_of(optimizer):
-        param.grad = torch.randn(param.shape, generator=values)
+    return KINDS[kind](parameters(((6, 4), (5, 8))))
 
 
 def storm(going: threading.Event) -> None:

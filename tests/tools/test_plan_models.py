@@ -24,6 +24,7 @@ from canzona_compile.tools.planning.weights import (
     tensor_dim,
 )
 from tests.harness.marks import first
+from tests.harness.moe_models import CONFIGS
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of transformers
 BOTH = ("qkv", "gate-up")
@@ -41,56 +42,11 @@ PUBLIC = {
     "gpt-oss-120b": 116.829,
 }
 ACTIVE = {"qwen3-30b-a3b": 3.0, "qwen3-235b-a22b": 21.5, "deepseek-v3": 36.6, "gpt-oss-120b": 5.1}
-# The least of what makes a kind of model special, in one to four layers.
-SMALL: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "num_hidden_layers": 2,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-    },
-    "glm4_moe": {
-        "num_hidden_layers": 2,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
-    "gpt_oss": {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size_mlp": 96, "moe_layers": [1]},
-    "qwen3_next": {
-        "num_hidden_layers": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
-    "mixtral": {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
-COMMON = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 256,
-}
 
 
-def small(kind: str) -> dict[str, Any]:
-    return {"model_type": kind, **COMMON, **SMALL[kind]}
+def small(kind: str, **changes: Any) -> dict[str, Any]:
+    """A config with what makes a kind of model special, in few layers."""
+    return {"model_type": kind, **CONFIGS[kind], **changes}
 
 
 def refusal(caught: pytest.ExceptionInfo[CanzonaError]) -> tuple[str, str, str]:
@@ -184,7 +140,7 @@ def test_deepseek_v3_has_latent_attention_a_dense_layer_and_a_shared_expert(tmp_
     found = {w.name.removeprefix("model.layers."): w for w in model.weights}
     assert found["0.self_attn.kv_b_proj.weight"].shape == (4 * (16 + 16), 32)
     assert found["0.self_attn.q_a_proj.weight"].tensor_dim is None, "its plan leaves attention to every rank"
-    assert found["0.mlp.gate_proj.weight"].shape == (64, 64)
+    assert found["0.mlp.gate_proj.weight"].shape == (96, 64)
     assert (found["1.mlp.shared_experts.up_proj.weight"].tensor_dim, found["1.mlp.gate.weight"].shape) == (0, (4, 64))
     assert stacks(model) == {
         "1.mlp.experts.gate_up_proj[gate]": ((4, 32, 64), 1),
@@ -212,23 +168,24 @@ def test_glm_4_moe(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_has_no_plan_for_its_experts_and_interleaves_gate_and_up(tmp_path: Path) -> None:
-    model = configured(tmp_path, small("gpt_oss"))
+    model = configured(tmp_path, small("gpt_oss", num_hidden_layers=1))
     assert stacks(model) == {
-        "0.mlp.experts.gate_up_proj": ((4, 64, 128), None),
-        "0.mlp.experts.down_proj": ((4, 64, 64), None),
+        "0.mlp.experts.gate_up_proj": ((4, 64, 192), None),
+        "0.mlp.experts.down_proj": ((4, 96, 64), None),
     }
     biases = [w for w in model.everything if w.name.endswith("proj_bias")]
-    assert [(w.shape, w.experts, w.elementwise) for w in biases] == [((4, 128), True, True), ((4, 64), True, True)]
+    assert [(w.shape, w.experts, w.elementwise) for w in biases] == [((4, 192), True, True), ((4, 64), True, True)]
 
 
 def test_llama_4_has_experts_that_are_transposed(tmp_path: Path) -> None:
-    model = configured(tmp_path, small("llama4_text"))
+    config = small("llama4_text", moe_layers=[1])
+    model = configured(tmp_path, config)
     assert stacks(model) == {
-        "1.feed_forward.experts.gate_up_proj[gate]": ((4, 64, 64), 2),
-        "1.feed_forward.experts.gate_up_proj[up]": ((4, 64, 64), 2),
-        "1.feed_forward.experts.down_proj": ((4, 64, 64), 1),
+        "1.feed_forward.experts.gate_up_proj[gate]": ((4, 64, 32), 2),
+        "1.feed_forward.experts.gate_up_proj[up]": ((4, 64, 32), 2),
+        "1.feed_forward.experts.down_proj": ((4, 32, 64), 1),
     }
-    within = {"model_type": "llama4", "text_config": small("llama4_text")}
+    within = {"model_type": "llama4", "text_config": config}
     assert configured(tmp_path, within).weights == model.weights
 
 
@@ -244,7 +201,7 @@ def test_qwen3_next_has_linear_attention(tmp_path: Path) -> None:
 
 
 def test_mixtral(tmp_path: Path) -> None:
-    model = configured(tmp_path, small("mixtral"))
+    model = configured(tmp_path, small("mixtral", num_hidden_layers=1))
     assert [w.name.rpartition("layers.0.")[2] for w in model.weights] == [
         *(f"self_attn.{n}_proj.weight" for n in "qkvo"),
         "mlp.gate.weight",
