@@ -81,8 +81,7 @@ def test_products_keep_the_precision_that_the_step_sets(kind: type[Any], ambient
 @pytest.mark.parametrize(("kind", "every"), crossed([toys.TurningBasis, toys.DecoratedBasis], [1, 2, 3]))
 def test_one_step_that_changes_the_strides_of_state_is_interpreted(kind: type[Any], every: int) -> None:
     pair = Pair(lambda params: kind([{"params": params, "every": every}]), captures_anew=True)
-    for _ in range(8):
-        pair.step()
+    pair.steps(8)
     assert {how for how, _ in ways(pair)} == {"compiled"}
     pair.steps(4)
 

@@ -20,6 +20,7 @@ import canzona_compile
 from canzona_compile import CanzonaError
 from tests.harness.frameworks import running_ranks
 from tests.harness.marks import also, first
+from tests.harness.model_pairs import train_alone, update
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import different, same_bits
 from tests.harness.ranks import run
@@ -47,14 +48,10 @@ def muon(model: Any, wrap: bool, **options: Any) -> Any:
 def step_alone() -> None:
     """What ranks would capture, each by itself."""
     model = model_of()
-    optimizer = muon(model, wrap=True)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    train_alone(model, [muon(model, wrap=False)], loss_of)
 
 
-def loss_of(model: Any, step: int) -> Tensor:
+def loss_of(model: Any, step: int, rank: int = 0) -> Tensor:
     """On all ranks the same, so that an average over two of them is exact."""
     random = torch.Generator().manual_seed(100 + step)
     inputs, targets = torch.randn(2, 8, 12, generator=random)
@@ -214,12 +211,9 @@ def train_on_ranks(parallelism: str, path: Path) -> tuple[list[str], list[str], 
         with fabric.no_backward_sync(model):
             fabric.backward(loss_of(model, 2 * step))
         fabric.backward(loss_of(model, 2 * step + 1))
-        optimizer.step()
-        optimizer.zero_grad()
         for part in range(2):
             loss_of(alone, 2 * step + part).backward()
-        plain.step()
-        plain.zero_grad()
+        update((optimizer, plain))
         wrong += [f"{n} after step {step}" for n in different(plain, inner)]
     report = inner.canzona.report()
     return wrong, list(report.fallbacks), len({task.owner for task in report.tasks})

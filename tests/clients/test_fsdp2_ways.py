@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.optim import Muon
 
 import canzona_compile
+from tests.harness import model_pairs
 from tests.harness.beside import BesidePlain
 from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
@@ -36,7 +37,7 @@ def model_of() -> nn.Sequential:
     return nn.Sequential(Block(), Block())
 
 
-def loss_of(model: Any, step: int) -> Tensor:
+def loss_of(model: Any, step: int, rank: int = 0) -> Tensor:
     """On all ranks the same, so that an average over two of them is exact."""
     inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
     return model(inputs).float().square().mean()
@@ -51,27 +52,11 @@ def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def mixed_precision() -> Any:
-    return sharded(model_of(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-
-
-def not_resharded() -> Any:
-    return sharded(model_of(), reshard_after_forward=False)
-
-
-def offloaded() -> Any:
-    return sharded(model_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
 def checkpointed() -> Any:
     model = model_of()
     for i, block in enumerate(model):
         model[i] = checkpoint_wrapper(block)
     return sharded(model)
-
-
-def compiled() -> Any:
-    return torch.compile(sharded(model_of()), backend="aot_eager")
 
 
 def compiled_in_place() -> Any:
@@ -81,8 +66,14 @@ def compiled_in_place() -> Any:
     return sharded(model)
 
 
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS: dict[str, Callable[[], Any]] = {
-    way.__name__: way for way in (mixed_precision, not_resharded, offloaded, checkpointed, compiled, compiled_in_place)
+    "mixed precision": lambda: sharded(model_of(), mp_policy=MIXED),
+    "not resharded": lambda: sharded(model_of(), reshard_after_forward=False),
+    "offloaded": lambda: sharded(model_of(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "checkpointed": checkpointed,
+    "compiled": lambda: torch.compile(sharded(model_of()), backend="aot_eager"),
+    "compiled in place": compiled_in_place,
 }
 
 
@@ -97,10 +88,7 @@ def muon(params: Any) -> Any:
 
 def alone() -> None:
     model = model_of()
-    optimizer = muon(model.named_parameters())
-    for step in range(2):
-        loss_of(model, step).backward()
-        optimizer.step()
+    model_pairs.train_alone(model, [Muon(model.named_parameters(), lr=0.1)], loss_of)
 
 
 def train(way: str) -> tuple[list[str], list[str]]:
@@ -108,10 +96,7 @@ def train(way: str) -> tuple[list[str], list[str]]:
     model = WAYS[way]()
     optimizer = muon(model.named_parameters())
     with BesidePlain() as beside:
-        for step in range(STEPS):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model_pairs.train(model, [optimizer], STEPS, loss_of)
     report = optimizer.canzona.report()
     assert report.fallbacks == {}
     return beside.finish(), [task.name for task in report.tasks]

@@ -12,6 +12,7 @@ from torch.optim import Muon
 
 import canzona_compile
 from tests.harness.beside import BesidePlain
+from tests.harness.model_pairs import update
 from tests.harness.ranks import run
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
@@ -51,8 +52,7 @@ def train() -> tuple[list[str], list[str]]:
         for step in range(STEPS):
             inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update([optimizer])
     return beside.finish(), [task.name for task in optimizer.canzona.report().tasks]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,15 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import canzona_compile
 from tests.harness.layouts import full, mesh_of
-from tests.harness.marks import also, first
+from tests.harness.marks import also
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import different, same_bits, unlike
 from tests.harness.ranks import run
@@ -144,30 +140,6 @@ def test_scaled_and_clipped_steps_of_which_one_is_skipped() -> None:
     check(*both)
 
 
-def clip_on_ranks(norm_type: float) -> tuple[list[str], list[bool], bool]:
-    """FSDP2's norm is a DTensor of partial norms; what is clipped are the gradients that `step` sees."""
-    alone, loop = on_a_rank()
-    clipped, partial = [], True
-    for step in range(4):
-        loop.optimizer.zero_grad()
-        loss_of(loop.model, step).backward()
-        raw = [full(p.grad).clone() for p in loop.model.parameters()]
-        norm = nn.utils.clip_grad_norm_(loop.model.parameters(), MOST, norm_type=norm_type)
-        partial = partial and isinstance(norm, DTensor)
-        for param, own, before in zip(alone.model.parameters(), loop.model.parameters(), raw, strict=True):
-            param.grad = full(own.grad).clone()
-            clipped.append(not torch.equal(param.grad, before))
-        loop.optimizer.step()
-        alone.optimizer.step()
-    return differing(alone, loop), clipped, partial
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("norm_type", first([2.0, float("inf")]))
-def test_clipping_on_ranks(norm_type: float) -> None:
-    assert run(2, clip_on_ranks, norm_type, after=ALONE) == [([], [True] * 12, True)] * 2
-
-
 def scale_on_ranks() -> tuple[list[str], list[bool], float]:
     """One infinite element, on the last rank: GradScaler has to make all ranks skip that step."""
     alone, loop = on_a_rank()
@@ -192,58 +164,7 @@ def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
     assert run(2, scale_on_ranks, after=ALONE) == [([], [True, False, True, True], 512.0)] * 2
 
 
-# -- gradient accumulation ---------------------------------------------------------------------
-
-
-def accumulate(parallelism: str) -> tuple[list[str], int]:
-    """Two backward passes per step, of which the first does not reduce."""
-    if parallelism == "fsdp":
-        alone, loop = on_a_rank()
-    else:
-        model, alone = model_of(), Loop(wrap=False)
-        options: Any = {"strategy": "owner", "replicate": dist.group.WORLD}
-        loop = Loop(wrap=True, model=model, trained=DistributedDataParallel(model), **options)
-    for step in range(4):
-        loop.optimizer.zero_grad()
-        if parallelism == "fsdp":
-            loop.model.set_requires_gradient_sync(False)
-            loss_of(loop.model, 2 * step).backward()
-            loop.model.set_requires_gradient_sync(True)
-        else:
-            with loop.trained.no_sync():
-                loss_of(loop.trained, 2 * step).backward()
-        loss_of(loop.trained, 2 * step + 1).backward()
-        loop.optimizer.step()
-        alone.optimizer.zero_grad()
-        for part in range(2):
-            loss_of(alone.model, 2 * step + part).backward()
-        alone.optimizer.step()
-    owners = {task.owner for task in loop.optimizer.canzona.report().tasks}
-    return differing(alone, loop), len(owners)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
-def test_accumulation_on_ranks(parallelism: str) -> None:
-    assert run(2, accumulate, parallelism, after=ALONE) == [([], 2)] * 2
-
-
-# -- averages and copies -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"])
-def test_averaged_models(rule: Callable[..., Any] | None) -> None:
-    both, averages = loops(), []
-    for loop in both:
-        average = AveragedModel(loop.model, multi_avg_fn=rule)
-        for step in range(4):
-            loop.step(step)
-            average.update_parameters(loop.model)
-        averages.append(average.state_dict())
-    assert averages[0].keys() == averages[1].keys()
-    assert all(same_bits(averages[0][name], averages[1][name]) for name in averages[0])
-    assert not same_bits(averages[1]["module.0.weight"], both[1].model[0].weight)
-    check(*both)
+# -- copies -----------------------------------------------------------------------
 
 
 @pytest.mark.full

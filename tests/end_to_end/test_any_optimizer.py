@@ -523,18 +523,16 @@ def test_steps_without_any_gradient_do_nothing() -> None:
 @pytest.mark.parametrize("make", first([Muon, SGD]))
 def test_gradients_wider_than_parameters(make: type[Optimizer]) -> None:
     """As those that a run sums up in 32 bits for parameters in bfloat16."""
-    plain, wrapped = (make(parameters(dtype=torch.bfloat16), lr=0.1, momentum=0.9) for _ in range(2))  # type: ignore[call-arg]
-    canzona_compile.wrap(wrapped)
+    pair = Pair(partial(make, lr=0.1, momentum=0.9), dtype=torch.bfloat16)
     random = torch.Generator().manual_seed(0)
     for _ in range(4):
-        for one, other in zip(params_of(plain), params_of(wrapped), strict=True):
-            grad = torch.randn(one.shape, generator=random)
-            for param in (one, other):
+        for params in zip(*map(params_of, pair.both), strict=True):
+            grad = torch.randn(params[0].shape, generator=random)
+            for param in params:
                 param.grad_dtype = torch.float32
                 param.grad = grad.clone()
-        plain.step()
-        wrapped.step()
-        assert different(plain, wrapped) == []
+        pair.take()
+        pair.check()
 
 
 def test_a_gradient_that_plain_steps_left_in_the_state() -> None:
@@ -553,15 +551,10 @@ def test_a_gradient_that_plain_steps_left_in_the_state() -> None:
 @pytest.mark.parametrize("make", [torch.optim.RAdam, torch.optim.NAdam, torch.optim.Adamax])
 def test_numbers_of_elementwise_steps_in_16_bits_are_those_of_the_eager_step(make: type[Optimizer]) -> None:
     """Dynamo narrows what they make of a counter that is a tensor."""
-    plain, wrapped = (make(parameters(((7, 5),), torch.bfloat16), lr=0.01, weight_decay=0.1) for _ in range(2))  # type: ignore[call-arg]
-    canzona_compile.wrap(wrapped)
-    for step in range(8):
-        for optimizer in (plain, wrapped):
-            feed(optimizer, step)
-            optimizer.step()
-    assert different(plain, wrapped) == []
+    pair = Pair(partial(make, lr=0.01, weight_decay=0.1), ((7, 5),), dtype=torch.bfloat16)
+    pair.steps(8)
     # One element in some thousands shows it, so that the own step runs is what counts.
-    assert [row.how for row in wrapped.canzona.explain().parameters] == ["local"]
+    assert [row.how for row in pair.wrapped.canzona.explain().parameters] == ["local"]
 
 
 def way_in_16_bits(name: str, shape: Shape) -> str:

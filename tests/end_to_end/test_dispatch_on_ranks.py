@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from torch.optim import Optimizer
 
@@ -12,7 +10,7 @@ from tests.harness import toys
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.optimizers import Shape
-from tests.harness.training import Training, check, on_ranks
+from tests.harness.training import Training, check, falling, on_ranks
 
 SHAPES: tuple[Shape, ...] = ((17, 32), (48, 20), (17, 32), (16, 16))
 DECORATED = (toys.DecoratedMuon, toys.DecoratedBasis, toys.TwoPrecisions, toys.OnePrecision)
@@ -21,17 +19,9 @@ HIDDEN = (compiled.Pulling, compiled.Hidden)
 KINDS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (*DECORATED, *COMPILED, *HIDDEN)}
 
 
-def decay(optimizer: Optimizer) -> Callable[[int], None]:
-    """A learning rate that changes on every step."""
-
-    def change(step: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + step)
-
-    return change
-
-
-TRAININGS = {name: Training(kind, SHAPES, steps=7, schedule=decay, sizes=(0.1, 1e-2)) for name, kind in KINDS.items()}
+TRAININGS = {
+    name: Training(kind, SHAPES, steps=7, schedule=falling(0.1), sizes=(0.1, 1e-2)) for name, kind in KINDS.items()
+}
 
 
 @pytest.mark.ranks

@@ -22,7 +22,7 @@ from tests.harness.marks import full, only
 from tests.harness.optimizers import Shared, share_captures
 from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import do_alone
-from tests.harness.training import Training, check, on_ranks
+from tests.harness.training import Training, check, falling, on_ranks
 
 SMALL = ((6, 4), (4, 6), (5, 5))
 # Rows and columns that 2 and 3 ranks cannot share evenly, fewer rows than ranks, and two matrices alike.
@@ -307,14 +307,9 @@ def test_wrapped_in_one_process(name: str) -> None:
 # -- wrapped, on ranks -------------------------------------------------------------------------
 
 
-def falling(optimizer: Optimizer) -> Callable[[int], None]:
-    def change(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = 0.03 / (1 + step)
-
-    return change
-
-
-TRAININGS = {name: Training(make, SHAPES, STEPS, falling, among=CAPTURED[name]) for name, make in OPTIMIZERS.items()}
+TRAININGS = {
+    name: Training(make, SHAPES, STEPS, falling(0.03), among=CAPTURED[name]) for name, make in OPTIMIZERS.items()
+}
 
 
 CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]

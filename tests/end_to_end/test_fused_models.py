@@ -18,6 +18,7 @@ from tests.api.choice_models import ARCHITECTURES, DECODER, made
 from tests.harness.layouts import full as whole
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import full
+from tests.harness.model_pairs import update
 from tests.harness.optimizers import StackMuon, shared_captures
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
@@ -97,9 +98,7 @@ def train(model: str, layout: str, steps: int = 3) -> dict[str, Any]:
             reduced = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
             for part, grad in zip(parts[name], apart(model, name, reduced), strict=True):
                 part.grad = grad
-        for own in (made, *optimizers):
-            own.step()
-            own.zero_grad()
+        update((made, *optimizers))
         for name, param in trained.named_parameters():
             pairs = zip(parts[name], apart(model, name, whole(param)), strict=True)
             found += [f"step {step}: {name}" for part, own in pairs if not same_bits(own, part.detach())]

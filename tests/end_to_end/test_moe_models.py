@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from canzona_compile import hidden_matrices, muon_adamw
 from canzona_compile.api.whole_model import plain_muon_adamw
 from canzona_compile.ir.split import rows_of
-from tests.harness.layouts import full as gathered
+from tests.data_parallel.models import different
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed, first, full
 from tests.harness.moe_models import MODELS, TITAN, moe_model
@@ -166,12 +166,6 @@ def sharded(name: str, layout: str, ranks: int) -> tuple[nn.Module, Any]:
         LAYOUTS[layout](model, ranks)
     with shared_captures():
         return model, muon_adamw(model, lr=LR, zero1=zero1)
-
-
-def different(model: nn.Module, whole: nn.Module) -> list[str]:
-    """The parameters that have other bits than in the unsharded model."""
-    pairs = zip(model.named_parameters(), whole.parameters(), strict=True)
-    return [own for (own, param), other in pairs if not torch.equal(gathered(param), other.detach())]
 
 
 def train(name: str, layout: str, ranks: int) -> list[str]:

@@ -149,8 +149,7 @@ Sized = toy("sized", **EACH)("""
 def test_state_of_each_matrix_and_of_all() -> None:
     """A scalar per matrix is [E] in a stack; a product with a wider number that all share is as wide as alone."""
     pair = Pair(Sized, ((3, 24, 16), (24, 16), (2, 2, 7, 5)))
-    for _ in range(6):
-        pair.step()
+    pair.steps(6)
 
 
 class ClipAt(Muon):
@@ -166,8 +165,7 @@ class ClipAt(Muon):
 
 def test_a_subclass_does_not_inherit_the_word_on_stacks() -> None:
     pair = Pair(lambda params: ClipAt(params, lr=0.02), ((3, 8, 16),), sizes=(1.0, 100.0))
-    for _ in range(4):
-        pair.step()
+    pair.steps(4)
 
 
 # Sums a view of each matrix, which rounds as the view lies in memory.
@@ -179,8 +177,7 @@ FirstColumn = toy("first-column", **EACH)("""
 
 def test_views_that_no_rule_knows_run_eagerly() -> None:
     pair = Pair(FirstColumn, ((3, 8, 16), (2, 2, 9, 5), (6, 4)))
-    for _ in range(4):
-        pair.step()
+    pair.steps(4)
 
 
 def test_other_matrix_dims_between_steps_make_another_plan() -> None:
@@ -230,16 +227,14 @@ def test_convolutions_are_no_stacks() -> None:
 def test_wrapped_in_one_process(dtype: torch.dtype) -> None:
     shapes = (*ODD, *EVEN, (24, 16), (2, 2, 31, 17))
     pair = Pair(lambda params: Muon(params, lr=0.02), shapes, dtype=dtype)
-    for _ in range(4):
-        pair.step()
+    pair.steps(4)
     assert pair.report.fallbacks == {}
 
 
 def planned(*shapes: tuple[int, ...]) -> list[str]:
     """The text of the plan of Muon."""
     pair = Pair(lambda params: Muon(params, lr=0.02), shapes)
-    for _ in range(2):
-        pair.step()
+    pair.steps(2)
     return show(pair.wrapped.canzona.session.driver.plan.owned).splitlines()
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import canzona_compile
 from tests.harness.beside import BesidePlain
-from tests.harness.layouts import Case, Net, mesh_of
+from tests.harness.layouts import Case, Net, full, mesh_of
 from tests.harness.optimizers import MUON_GROUPS, muon, param_groups, shapes_of, share_captures
 from tests.harness.pairs import Pair, capture_alone, parameters
 from tests.harness.ranks import run
@@ -87,7 +87,7 @@ def train_model(parallelism: str, dtype: torch.dtype) -> tuple[list[str], float]
             optimizer.zero_grad()
             loss = model(inputs)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            assert float(full(torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0))) > 1.0
             optimizer.step()
             scheduler.step()
             losses.append(float(loss))

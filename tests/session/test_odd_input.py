@@ -19,10 +19,12 @@ from torch.optim import AdamW, Muon
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError, EveryRankComputes, InvalidGradient, UnsupportedOptimizer
+from tests.harness.beside import BesidePlain
 from tests.harness.layouts import full, mesh_of
 from tests.harness.marks import crossed
 from tests.harness.marks import full as only_full
 from tests.harness.mistakes import refused
+from tests.harness.model_pairs import update
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
 from tests.harness.plain_shards import HoldingGradients
@@ -100,12 +102,6 @@ def test_state_of_other_shapes_fails_as_in_the_plain_optimizer(caplog: pytest.Lo
         with pytest.raises(RuntimeError, match=r"tensor a \(8\) must match"):
             optimizer.step()
     assert "failed while attempting" not in caplog.text
-
-
-@pytest.mark.parametrize("call", [canzona_compile.wrap, canzona_compile.explain, canzona_compile.unwrap])
-def test_a_model_in_place_of_an_optimizer(call: Callable[[Any], Any]) -> None:
-    with refused("not a Linear", "muon_adamw"):
-        call(nn.Linear(4, 6))
 
 
 def test_an_option_of_adamw_given_to_the_whole_model() -> None:
@@ -256,39 +252,31 @@ class Embeddings(nn.Module):
         return self.out(self.tokens(tokens))  # type: ignore[no-any-return]
 
 
-def embeddings_by_rows(fsdp: bool) -> None:
+def embeddings_by_rows(fsdp: bool) -> list[str]:
     """As torch's examples of tensor parallelism do it: the gradient of the embedding is whole on every rank."""
     mesh = mesh_of((2, 2), ("dp", "tp")) if fsdp else mesh_of((2,), ("tp",))
     torch.manual_seed(0)
-    model, plain = Embeddings(), Embeddings()
-    plain.load_state_dict(model.state_dict())
+    model = Embeddings()
     rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     plan: Any = {"tokens": rows, "out": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, mesh["tp"], plan)
     if fsdp:
         fully_shard(model, mesh=mesh["dp"])
-    else:
-        model(torch.arange(8)).sum().backward()
-        grad: Any = model.tokens.weight.grad
-        assert grad.placements == (Replicate(),)
     with shared_captures():
         optimizer = canzona_compile.wrap(torch.optim.Adam(model.named_parameters(), lr=0.1))
-    expected = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.arange(8)).square().sum().backward()
-        for own, param in zip(model.parameters(), plain.parameters(), strict=True):
-            assert own.grad is not None
-            param.grad = full(own.grad)
-        optimizer.step()
-        expected.step()
-        assert all(same_bits(full(a), b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    with BesidePlain() as beside:
+        for _ in range(2):
+            model(torch.arange(8)).square().sum().backward()
+            grad: Any = model.tokens.weight.grad
+            assert fsdp or grad.placements == (Replicate(),)
+            update([optimizer])
+    return beside.finish()
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("fsdp", [False, only_full(True)])
 def test_embeddings_under_tensor_parallelism(fsdp: bool) -> None:
-    run(4 if fsdp else 2, embeddings_by_rows, fsdp)
+    assert not any(run(4 if fsdp else 2, embeddings_by_rows, fsdp))
 
 
 def refused_placements(case: str) -> str:

@@ -210,5 +210,8 @@ def test_what_is_no_optimizer() -> None:
         wrap(torch.optim.Muon)
     with pytest.raises(CanzonaError, match=r"one optimizer, not a list of 2\n.*\n  hint: call wrap\(chain"):
         wrap([optimizer, optimizer])
-    with pytest.raises(CanzonaError, match="not a Linear"):
-        wrap(nn.Linear(2, 2))
+    for call in (canzona_compile.wrap, canzona_compile.explain, canzona_compile.unwrap):
+        with pytest.raises(CanzonaError, match=r"takes a torch\.optim\.Optimizer, not a Linear(.|\n)*muon_adamw"):
+            call(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(CanzonaError, match=r"takes a torch\.optim\.Optimizer"):
+        wrap(None)

@@ -24,6 +24,7 @@ from canzona_compile import CanzonaError
 from canzona_compile.tensors import local_part
 from tests.harness.layouts import full, mesh_of
 from tests.harness.marks import only
+from tests.harness.model_pairs import update
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.published import imported
@@ -169,9 +170,7 @@ def train(kind: str, name: str, shard: bool = False, between: Callable[[Any], No
         backward(model, step)
         for own, whole in zip(model.parameters(), expected.parameters(), strict=True):
             whole.grad = plain_values(own.grad).clone()
-        for one in (optimizer, plain):
-            one.step()
-            one.zero_grad()
+        update((optimizer, plain))
         if between is not None:
             between(model)
         pairs = zip(model.parameters(), expected.parameters(), strict=True)
