@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,12 @@ LONG = (
     "test_trainer",
     "test_random_traps",
 )
+# What starts ranks.
+STARTERS = {
+    ("tests.harness.ranks", "run"),
+    ("tests.harness.training", "on_ranks"),
+    ("tests.harness.mistakes", "Mistakes"),
+}
 COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # all tests, before any is deselected
 
 
@@ -40,9 +47,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run files with most work on ranks first, then other long ones: no worker is left with one at the end."""
     config.stash[COLLECTED] = list(items)
     work = Counter(
-        item.path for item in items if item.get_closest_marker("ranks") and not item.get_closest_marker("full")
+        item.path
+        for item in items
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("full") and starts_ranks(item.function)
     )
     items.sort(key=lambda item: (-work[item.path], item.path.stem not in LONG))
+
+
+def starts_ranks(function: Any) -> bool:
+    """Does a function start ranks, itself or by another one of its file?"""
+    home = function.__globals__
+    for one in (home[name] for name in function.__code__.co_names if name in home):
+        if (getattr(one, "__module__", ""), getattr(one, "__name__", type(one).__name__)) in STARTERS:
+            return True
+        if one is not function and getattr(one, "__globals__", None) is home and starts_ranks(one):
+            return True
+    return False
 
 
 @pytest.hookimpl(wrapper=True)

@@ -55,7 +55,6 @@ def results(folder: Path, ranks: int, steps: Sequence[AcceptanceStep]) -> tuple[
     return code, {own["name"]: own for own in found["steps"]}, page
 
 
-@pytest.mark.ranks
 def test_what_is_wrong_hangs_or_dies_costs_no_other_step(tmp_path: Path, forked: None) -> None:
     steps = [
         step("first", OnRanks(planted.good)),
@@ -97,7 +96,6 @@ def test_what_is_wrong_hangs_or_dies_costs_no_other_step(tmp_path: Path, forked:
     assert "**Do not train with this**: 3 passed, 5 failed, 1 skipped; wrong results in `wrong`." in page
 
 
-@pytest.mark.ranks
 def test_one_process(tmp_path: Path, forked: None) -> None:
     """The first steps of a real run; processes are others where the environment is another."""
     name = "CANZONA_ACCEPTANCE"
@@ -121,7 +119,6 @@ def test_one_process(tmp_path: Path, forked: None) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "chosen"), [(2, ["*"]), (4, ["*hsdp*", "*tp-ddp*", "*both-dims*", "*stages*"])])
 def test_every_step_on_launched_ranks(ranks: int, chosen: list[str], tmp_path: Path) -> None:
     """By torchrun, every step that a CPU can take; on four ranks only those that need so many."""

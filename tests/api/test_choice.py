@@ -305,7 +305,6 @@ def sharded(name: str, layout: str) -> tuple[Choice, bool]:
     return Choice(choice.rows, [], []), any(isinstance(param, DTensor) for _, param in choice.matrices)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "ddp"])
 def test_layouts_change_nothing(layout: str) -> None:
     expected = hidden_matrices(ARCHITECTURES["demo-untied"].make())
@@ -320,7 +319,6 @@ def sharded_and_tied(name: str, ddp: bool) -> Choice:
     return Choice(hidden_matrices(DistributedDataParallel(model) if ddp else fully_shard(model)).rows, [], [])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "ddp"), [("gpt2", False), ("mamba", False), ("gpt2", True)])
 def test_tied_models_in_layouts(name: str, ddp: bool) -> None:
     """The reasons are the same as well: they name other parameters and classes of modules."""
@@ -335,7 +333,6 @@ def flattened() -> str:
     return str(caught.value.at)
 
 
-@pytest.mark.ranks
 def test_fsdp1() -> None:
     assert run(2, flattened, fresh=True) == ["embedding.weight"] * 2
 

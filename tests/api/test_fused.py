@@ -177,7 +177,6 @@ def in_layout(layout: str) -> dict[str, str]:
     return {name: words for name, words in said(model).items() if name.startswith("layers.0")}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["fsdp", full("tp"), "fsdp+tp"])
 def test_tensor_parallel_weights_stay_whole(layout: str) -> None:
     pytest.importorskip("transformers")  # here, as ranks cannot skip

@@ -274,7 +274,6 @@ def freed_on_ranks() -> list[str]:
     return [what for what in left_after(make, use) if "parameter" not in what]  # FSDP2 holds those in cycles of its own
 
 
-@pytest.mark.ranks
 def test_nothing_is_left_on_ranks() -> None:
     assert run(2, freed_on_ranks) == [[], []]
 

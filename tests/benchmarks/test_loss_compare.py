@@ -27,7 +27,6 @@ SHORT = "--parallel ddp --optimizer adamw --ranks 1 --batch 4 --steps 4 --verify
 PLANTED = 3  # step
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("layout", "optimizer", "until"),
     [("one", "soap", FEW), full("zero1-forward", "soap", None)],
@@ -83,7 +82,6 @@ def planted(options: str, meeting_point: str, step: int) -> tuple[bool, str]:
         Decoder.forward = forward  # type: ignore[method-assign]
 
 
-@pytest.mark.ranks
 def test_one_bit_of_one_parameter_is_found(tmp_path: Path) -> None:
     logs = []
     for step in (0, PLANTED):

@@ -106,7 +106,6 @@ def take_eigenvalues() -> None:
     Pair(Eigenvalues).steps(3)
 
 
-@pytest.mark.ranks
 def test_general_eigenvalues_do_not_end_the_process() -> None:
     """Of NaN, LAPACK's end it; a rehearsal gives it NaN, and a process of its own shows whether it lives."""
     assert run(1, take_eigenvalues, fresh=True, group=False) == [None]

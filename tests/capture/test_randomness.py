@@ -121,7 +121,6 @@ def train(kind: str, strategy: Any) -> tuple[list[Tensor], str]:
     return [full(p) for p in laid.params], ""
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("kind", first(["RandomState", "RandomWork"]))
 def test_one_rank_draws_for_all(kind: str) -> None:
     """Generators differ between ranks: what each would compute for itself would not fit together."""

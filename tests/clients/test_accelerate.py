@@ -177,7 +177,6 @@ def train_sharded(when: str) -> tuple[list[Tensor], int, list[str]]:
         return training.weights(), report.world_size, [task.strategy for task in report.tasks]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("when", first(["before", "after"]))
 def test_with_fsdp2(when: str) -> None:
     """`prepare` shards the model and puts other parameters in the optimizer, which was built before."""
@@ -198,7 +197,6 @@ def train_clipped() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_clipped_under_fsdp2() -> None:
     for wrong, owners in run(2, train_clipped):
         assert wrong == []
@@ -227,7 +225,6 @@ def resume_sharded(folder: str) -> list[list[bool]]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_a_checkpoint_under_fsdp2(tmp_path: Any) -> None:
     yes, no = [True] * MATRICES, [False] * MATRICES
     assert run(2, resume_sharded, str(tmp_path)) == [[yes, yes, no]] * 2

@@ -110,7 +110,6 @@ def train_on_ranks(layout: str) -> bool:
     return all(map(torch.equal, *found))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", [full("ddp"), "fsdp2", full("zero1")])
 def test_ranks(layout: str) -> None:
     assert run(2, train_on_ranks, layout) == [True, True]

@@ -45,7 +45,6 @@ def copy_on_ranks(layout: str, how: str) -> int:
     return len(twin.canzona.report().tasks)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("how", first(["deepcopy", "pickle"]))
 @pytest.mark.parametrize("layout", first(["fsdp", "ddp"]))
 def test_a_copy_on_ranks(layout: str, how: str) -> None:

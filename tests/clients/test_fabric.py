@@ -219,7 +219,6 @@ def train_on_ranks(parallelism: str, path: Path) -> tuple[list[str], list[str], 
     return wrong, list(report.fallbacks), len({task.owner for task in report.tasks})
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("parallelism", [*also(["ddp"]), "fsdp"])
 def test_training_on_ranks(parallelism: str, tmp_path: Path) -> None:
     """In fresh processes: Fabric changes what is global to a process, threads and its own idea of a rank."""

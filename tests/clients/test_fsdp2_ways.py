@@ -102,7 +102,6 @@ def train(way: str) -> tuple[list[str], list[str]]:
     return beside.finish(), [task.name for task in report.tasks]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way(way: str) -> None:
     names = [f"{i}.{layer}.weight" for i in range(2) for layer in ("up", "down")]
@@ -132,6 +131,5 @@ def train_in_backward() -> list[str]:
     return beside.finish()
 
 
-@pytest.mark.ranks
 def test_optimizers_in_backward() -> None:
     assert run(2, train_in_backward, after=partial(alone)) == [[], []]

@@ -72,7 +72,6 @@ def train(folder: Path) -> tuple[list[str], int, list[str]]:
     return beside.finish(), report.world_size, sorted({task.strategy for task in report.tasks})
 
 
-@pytest.mark.ranks
 @pytest.mark.full
 def test_fsdp2(tmp_path: Path) -> None:
     assert run(2, train, tmp_path, fresh=True) == [([], 2, ["owner"])] * 2

@@ -56,7 +56,6 @@ def train() -> tuple[list[str], list[str]]:
     return beside.finish(), [task.name for task in optimizer.canzona.report().tasks]
 
 
-@pytest.mark.ranks
 @pytest.mark.full
 def test_adapters() -> None:
     names = [name for name, _ in trained(adapted())]

@@ -88,7 +88,6 @@ def train() -> tuple[list[str], list[str], list[str]]:
     return wrong, [task.name for task in muon.canzona.report().tasks], sorted(expected.keys() ^ saved.keys())
 
 
-@pytest.mark.ranks
 @pytest.mark.full
 def test_its_container() -> None:
     names = [f"layers.{i}.{name}" for i in range(2) for name, _ in model_of().layers["0"].named_parameters()]

@@ -182,7 +182,6 @@ def saved_under_ddp(folder: str, callbacks: list[type[Any]], save: str) -> str:
         return "equal" if same and saved.keys() == expected.keys() else "different"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("save", first(["steps", "epoch", "best"]))
 def test_under_ddp(tmp_path: Path, save: str) -> None:
     imported = partial(trainer_of, tmp_path / "imports")  # transformers, which takes seconds
@@ -216,7 +215,6 @@ def train_sharded(folder: str) -> tuple[list[str], int, list[str]]:
     return wrong, report.world_size, sorted({task.strategy for task in report.tasks})
 
 
-@pytest.mark.ranks
 @pytest.mark.full
 def test_under_fsdp2(tmp_path: Path) -> None:
     assert run(2, train_sharded, str(tmp_path), fresh=True) == [([], 2, ["owner"])] * 2

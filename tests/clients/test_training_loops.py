@@ -159,7 +159,6 @@ def scale_on_ranks() -> tuple[list[str], list[bool], float]:
     return differing(alone, loop), went, scaler.get_scale()
 
 
-@pytest.mark.ranks
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
     assert run(2, scale_on_ranks, after=ALONE) == [([], [True, False, True, True], 512.0)] * 2
 

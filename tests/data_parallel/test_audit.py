@@ -76,14 +76,12 @@ def wrong_bit() -> tuple[int, str]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_what_begins_after_the_rehearsal_is_found() -> None:
     for good, says in run(2, begins_late, fresh=True):
         assert 40 <= good < 50, says
         assert "updates parameters together" in says
 
 
-@pytest.mark.ranks
 def test_a_wrong_bit_on_its_owner_is_found_by_all() -> None:
     for step, says in run(2, wrong_bit, fresh=True, after=partial(alone)):
         assert step <= 8

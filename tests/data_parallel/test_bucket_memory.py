@@ -73,7 +73,6 @@ def memory_of_a_training(gather: str) -> tuple[int, int]:
     return before, asked
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("gather", ["step", "forward"])
 def test_a_training_asks_for_no_memory_after_two_iterations(gather: str) -> None:
     for held, asked in run(2, memory_of_a_training, gather, after=partial(step_alone)):
@@ -86,7 +85,6 @@ def hooks_of_modules(gather: str) -> int:
     return sum(len(module._forward_pre_hooks) for module in model.modules())
 
 
-@pytest.mark.ranks
 def test_modules_have_no_forward_hooks_if_a_step_returns_whole_parameters() -> None:
     assert run(2, hooks_of_modules, "step", after=partial(step_alone)) == [0, 0]
     assert min(run(2, hooks_of_modules, "forward", after=partial(step_alone))) > 0
@@ -113,7 +111,6 @@ def after_an_interrupt() -> list[bool]:
     return [attempt(call).ours for call in (lambda: copy.deepcopy(model), model.state_dict)]
 
 
-@pytest.mark.ranks
 def test_a_model_that_is_not_whole_after_an_interrupt_is_not_saved() -> None:
     for said in run(2, after_an_interrupt, after=partial(step_alone)):
         assert all(said)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -109,7 +108,6 @@ def one_column_differs() -> list[str]:
     return found
 
 
-pytestmark = pytest.mark.ranks
 AFTER = partial(step_alone)
 
 

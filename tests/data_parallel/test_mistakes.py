@@ -290,7 +290,6 @@ def mesh_of_one_rank() -> list[str]:
     return found
 
 
-@pytest.mark.ranks
 def test_a_mesh_of_one_rank_reduces_nothing_and_says_so() -> None:
     for warned in run(2, mesh_of_one_rank):
         assert [one.partition(",")[0] for one in warned] == ["tp: mesh= has one rank"]

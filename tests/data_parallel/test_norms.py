@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
@@ -39,7 +38,6 @@ def found() -> list[bool]:
     return same
 
 
-@pytest.mark.ranks
 def test_norms_of_any_order() -> None:
     """Muon's matrices have one owner each, so that the bits are torch's."""
     assert run(2, found) == [[True] * len(ORDERS)] * 2
@@ -57,6 +55,5 @@ def cut_ones() -> list[str]:
     return wrong
 
 
-@pytest.mark.ranks
 def test_norms_of_any_order_of_what_is_cut() -> None:
     assert run(2, cut_ones) == [[]] * 2

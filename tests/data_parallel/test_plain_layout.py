@@ -123,7 +123,6 @@ def reduced(named: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "dtype", "how"),
     [
@@ -139,7 +138,6 @@ def test_two_by_two(make: str, dtype: torch.dtype, how: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("norm", [2.0, math.inf])
 def test_a_mesh_dim_that_replicates_counts_once(norm: float) -> None:
     for found in run(4, train, "muon and adamw", "copies", UNEVEN, norm, steps=4, bucket_bytes=2000):
@@ -161,7 +159,6 @@ def refused(told: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("told", "says"),
     [

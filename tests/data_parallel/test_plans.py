@@ -53,7 +53,6 @@ def offline(make: str, **options: Any) -> canzona_compile.OfflinePlan:
     )
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -88,7 +87,6 @@ def plan_under_tensor_parallelism(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_under_tensor_parallelism() -> None:
     shapes = {
         name: {"shape": list(param.shape), "tp": cut_dim(name), "elementwise": cut_dim(name) is None}
@@ -112,7 +110,6 @@ def cut_dim(name: str) -> int | None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_the_order_of_optimizers_does_not_count() -> None:
     options = {"bucket_bytes": BUCKETS}
     (one, *_), (two, *_) = (run(2, plan_of_run, "muon and adamw", reverse, options) for reverse in (False, True))
@@ -130,7 +127,6 @@ def plan_of_fused_weights() -> str:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_pieces_of_fused_weights_are_matrices_of_the_offline_plan() -> None:
     shapes: dict[str, Any] = {}
     for name, param in FusedModel().named_parameters():
@@ -159,7 +155,6 @@ def follow(plan: Any) -> tuple[list[str], dict[str, int], str]:
     return found, {task.name: owners[task.name] for task in handle.model_plan.step.tasks}, handle.plan().fingerprint
 
 
-@pytest.mark.ranks
 def test_a_run_takes_the_owners_of_its_plan(tmp_path: Path) -> None:
     """Not those that it would choose."""
     chosen, planned = (offline("muon and adamw", bucket_bytes=BUCKETS, planner=name).file for name in PLANNERS)
@@ -180,7 +175,6 @@ def refused(plan: Any, api: str) -> str:
     return attempt(lambda: canzona_compile.wrap(optimizers[0], replicate=mesh, model=model, plan=plan)).said
 
 
-@pytest.mark.ranks
 def test_plans_that_do_not_fit_are_refused_by_all_ranks() -> None:
     made = offline("muon and adamw", bucket_bytes=BUCKETS).file
     other = offline("muon and adamw", bucket_bytes=2 * BUCKETS).file

@@ -68,12 +68,10 @@ def train(tensor_parallel: bool) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_under_tensor_parallelism_ranks_choose_alike() -> None:
     """What they share must refresh on one step, and their copies of what none of them shares too."""
     assert run(4, train, True, after=partial(alone)) == [[]] * 4
 
 
-@pytest.mark.ranks
 def test_on_data_parallel_ranks() -> None:
     assert run(2, train, False, after=partial(alone)) == [[], []]

@@ -27,7 +27,6 @@ def check(printed: str, optimizer: str) -> None:
     assert "parameters that each rank updates by itself" in printed
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("parallel", "optimizer", "ranks"), [WAYS[0], *(full(*way) for way in WAYS[1:])])
 def test_the_demo_verifies_the_parameters_of_both_optimizers(
     parallel: str, optimizer: str, ranks: int, tmp_path: Path
@@ -40,7 +39,6 @@ def test_the_demo_verifies_the_parameters_of_both_optimizers(
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_the_demo_starts_its_ranks() -> None:
     line = [sys.executable, str(EXAMPLES / "train_lm.py"), *OPTIONS.format(*WAYS[0]).split()]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

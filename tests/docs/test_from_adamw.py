@@ -32,7 +32,6 @@ def test_the_table_has_the_size_of_updates() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_bytes_of_state_are_those_of_the_page() -> None:
     said = ran(path_of("eight_bit"), SCRIPTS["eight_bit"])[0].said

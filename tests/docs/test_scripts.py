@@ -58,7 +58,6 @@ def test_all_scripts_are_here_and_short() -> None:
     assert [name for name, text in lines.items() if len([line for line in text if "--8<--" not in line]) > 80] == []
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", first(TRAINING))
 def test_a_training(name: str) -> None:
     found = ran(path_of(name), SCRIPTS[name])
@@ -69,7 +68,6 @@ def test_a_training(name: str) -> None:
     assert len(losses) >= STEPS
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("way", first(WAYS))
 def test_a_framework(way: str, tmp_path: Path) -> None:
     """Each parameter has the optimizer that suits it, and the bits of a plain chain, also in a run that is resumed."""
@@ -98,7 +96,6 @@ def test_a_framework(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -114,7 +111,6 @@ def test_a_script_shows(name: str, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_what_becomes_of_six_optimizers() -> None:
     lines = ran(path_of("any_optimizer"), 1)[0].said.splitlines()
     kinds = dict(line.split(". ")[0].split(": ") for line in lines)
@@ -126,14 +122,12 @@ def test_what_becomes_of_six_optimizers() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_a_pass_changes_owners() -> None:
     said = ran(path_of("a_pass"), 1)[0].said
     changed = [line for line in said.splitlines() if line.startswith(("-  ", "+  "))]
     assert [re.findall(r"owner=(\(\d, \d\))", line)[0] for line in changed] == ["(0, 0)", "(0, 1)"] * 2
 
 
-@pytest.mark.ranks
 def test_a_layout_is_planned() -> None:
     """The owner has half of the matrix: the other half comes to it in two bytes per element, and goes back."""
     said = ran(path_of("a_layout"), 1)[0].said
@@ -141,7 +135,6 @@ def test_a_layout_is_planned() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["an_optimizer", "my_model"])
 def test_a_build_is_checked(name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -150,7 +143,6 @@ def test_a_build_is_checked(name: str, capfd: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_a_distributed_build_is_checked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["verify", "docs.scripts.their_optimizer:build", "--as-is", "--steps", "2"]) == 1
@@ -158,7 +150,6 @@ def test_a_distributed_build_is_checked(capfd: pytest.CaptureFixture[str], monke
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_pictures_are_of_a_run(tmp_path: Path) -> None:
     ran(ROOT / "docs" / "diagrams.py", 4, str(tmp_path))
     drawn = sorted(path.name for path in tmp_path.iterdir())
@@ -172,7 +163,6 @@ def test_pictures_are_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_the_script_of_the_readme_by_torchrun(tmp_path: Path) -> None:
     """As somebody with the README alone runs it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -398,7 +398,6 @@ def test_its_own_error_for_a_closure() -> None:
     assert found.hint == "call loss = closure() yourself, then step() without it"
 
 
-@pytest.mark.ranks
 def test_every_rank_raises_the_optimizers_own_error() -> None:
     found = run(2, choosy_step, ((6, 4), (4,), (4, 6)))
     assert [error.at for error in found] == ["group0.param1"] * 2
@@ -566,7 +565,6 @@ def way_in_16_bits(name: str, shape: Shape) -> str:
     return str(row.how)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "shape", "way"),
     [

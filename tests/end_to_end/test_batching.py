@@ -73,7 +73,6 @@ def test_each_matrix_has_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
     assert small in explained  # of small matrices with even dims, in bfloat16 products of stacks round as others do
 
 
-@pytest.mark.ranks
 def test_each_matrix_has_the_bits_that_it_has_alone_on_ranks() -> None:
     for explained, reported, *warned in run(2, trained, Case("fsdp", (2,)), torch.float32):
         assert [f"{explained}."] == [f"{reported}."] == warned
@@ -111,7 +110,6 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_verify_compares_with_each_matrix_alone() -> None:
     found = verify(build, steps=3)
     assert found.ok, found

@@ -52,7 +52,6 @@ TRAININGS = {
 CASES = [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,)), Case("tp_rows", (2,)), Case("fsdp_tp", (2, 2))]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", first(CASES), ids=str)
 @pytest.mark.parametrize("recipe", ["three", *first(["two"], 0)])
 def test_layouts(recipe: str, case: Case) -> None:
@@ -74,7 +73,6 @@ TRAININGS["unequal"] = Training(
 )
 
 
-@pytest.mark.ranks
 def test_owners_are_balanced_over_all_optimizers() -> None:
     outcomes = on_ranks(__name__, "unequal", [Case("fsdp", (2,))], strategy="owner")
     tasks = check(outcomes)["tasks"]
@@ -92,7 +90,6 @@ def measured() -> dict[int, Any]:
     return {rank: times.acts for rank, times in pair.wrapped.canzona.sessions[1].measuring.found.ranks.items()}
 
 
-@pytest.mark.ranks
 def test_all_ranks_measure_all_optimizers() -> None:
     """The elementwise one shares no task with another rank, and its figures come from all of them all the same."""
     for found in run(2, measured, after=ready(__name__, "two")):
@@ -128,7 +125,6 @@ def refused_on_one_rank(missing: bool) -> str:
     return type(error.value).__name__
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("missing", [True, False], ids=["gradient", "rate"])
 def test_what_one_optimizer_refuses_none_has_begun(missing: bool) -> None:
     found = run(2, refused_on_one_rank, missing, after=ready(__name__, "three"))
@@ -158,7 +154,6 @@ def hooked_alone() -> None:
     pair.steps(1)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("everywhere", [False, True], ids=["member", "global"])
 def test_hooks_of_one_rank_alone(everywhere: bool) -> None:
     found = run(2, hooked_on_one_rank, everywhere, after=partial(hooked_alone))
@@ -181,7 +176,6 @@ def hooks_that_change(case: Case) -> None:
     pair.steps(4)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", first([Case("fsdp", (2,)), Case("ddp", (2,))]), ids=str)
 def test_hooks_of_one_optimizer_may_change_its_step(case: Case) -> None:
     run(2, hooks_that_change, case, after=ready(__name__, "three"))
@@ -198,7 +192,6 @@ def other_members() -> str:
     return f"{found.error}: {found.said}"
 
 
-@pytest.mark.ranks
 def test_chains_of_other_lengths_are_refused_on_all_ranks() -> None:
     said = run(2, other_members)
     assert all(text.startswith("RankMismatch") for text in said), said
@@ -218,7 +211,6 @@ def grown(first: int) -> int:
     return len(pair.wrapped.canzona.plan().tasks)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("first", [0, 1])
 def test_one_of_them_plans_anew(first: int) -> None:
     assert run(2, grown, first, after=ready(__name__, "two")) == [5, 5]
@@ -237,7 +229,6 @@ def wrong_before_the_first_step() -> str:
     return attempt(made.step).said
 
 
-@pytest.mark.ranks
 def test_an_error_of_one_optimizer_reaches_all_ranks_at_once() -> None:
     said = run(2, wrong_before_the_first_step)
     assert all("a.weight" in text or "rank 1" in text for text in said), said
@@ -285,7 +276,6 @@ def alone() -> None:
     model_pairs.train_alone(model, [whole(model)])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("gather", first(["forward", "step"]))
 def test_zero1(gather: str) -> None:
     assert run(2, under_zero1, gather, after=partial(alone)) == [[]] * 2

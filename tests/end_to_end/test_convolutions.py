@@ -44,7 +44,6 @@ def train(kind: str, case: Case) -> None:
     assert pair.report.fallbacks == {}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("kind", first(KINDS))
 @pytest.mark.parametrize("layout", ["stack_dim0", *also(["stack_dim1"]), "ddp", *also(["replicated"])])
 def test_convolutions(kind: str, layout: str) -> None:

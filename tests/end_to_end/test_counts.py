@@ -181,7 +181,6 @@ def uneven(ranks: int) -> list[Shape]:
     return [shape for shape in UNEVEN for _ in range(ranks)]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "shapes"), crossed([2, 3, 4], [one_per_shape, uneven], most=1))
 def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
     """4 (W - 1) / W bytes per element: bfloat16 to the owner and back, but not what the owner has.
@@ -196,7 +195,6 @@ def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
     assert groups == 1
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "options"), crossed([2, 3, 4], [{"micro_groups": 3}, {"capacity": 1500, "depth": 3}], most=2), ids=str
 )
@@ -209,7 +207,6 @@ def test_fsdp_in_micro_groups(ranks: int, options: dict[str, Any]) -> None:
     assert groups > 1
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "shapes"),
     crossed([2, 3, 4], [UNEVEN, (*EVEN, *UNEVEN, *UNEVEN)], most=2),
@@ -228,7 +225,6 @@ def test_fsdp_with_any_owners(ranks: int, shapes: Sequence[Shape]) -> None:
     assert wire == expected
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("layout", "mesh"), [("hsdp", (2, 2)), ("tp_ddp", (2, 2)), full("hsdp", (2, 4))])
 def test_hsdp(layout: str, mesh: tuple[int, int]) -> None:
     """Gather and scatter in one replica, then every fragment of the update to the other replicas."""
@@ -240,7 +236,6 @@ def test_hsdp(layout: str, mesh: tuple[int, int]) -> None:
     assert wire * shards == expected
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("layout", "ranks"), crossed(["ddp", "replicated"], [2, 3, 4], most=2))
 def test_ddp(layout: str, ranks: int) -> None:
     """Nothing to gather: the owner sends the bfloat16 update to every other rank, in one collective."""
@@ -251,7 +246,6 @@ def test_ddp(layout: str, ranks: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", first([2, 4]))
 def test_replicated_strategy(ranks: int) -> None:
     """Everybody gathers everything, nothing comes back; with equal copies the ranks only meet."""

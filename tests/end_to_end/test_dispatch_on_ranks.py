@@ -24,7 +24,6 @@ TRAININGS = {
 }
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "case", first([Case("fsdp", (3,)), Case("fsdp", (2,)), Case("tp_columns", (2,)), Case("ddp", (2,))]), ids=str
 )
@@ -35,13 +34,11 @@ def test_captured_by_dispatch(recipe: str, case: Case) -> None:
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("recipe", first(["DecoratedMuon", "DecoratedBasis"]))
 def test_captured_by_dispatch_with_a_loaded_state(recipe: str) -> None:
     check(on_ranks(__name__, recipe, [Case("fsdp", (2,))], restored=True))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("recipe", first(kind.__name__ for kind in HIDDEN))
 def test_compiled_functions_that_graphs_cannot_call(recipe: str) -> None:
     check(on_ranks(__name__, recipe, [Case("fsdp", (3,))], strategy="owner"), fallbacks=True)

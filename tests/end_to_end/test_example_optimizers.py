@@ -317,7 +317,6 @@ NAMES = ["shampoo", "soap", "soap-one-sided", "normuon", "kl-shampoo"]
 FAST = [(Case("fsdp", (3,)), "shampoo"), (Case("ddp", (2,)), "normuon")]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("case", "name"), only(FAST, CASES, NAMES), ids=str)
 def test_wrapped_on_ranks(case: Case, name: str) -> None:
     report = check(on_ranks(__name__, name, [case], strategy="owner"))

@@ -119,7 +119,6 @@ def test_in_one_process(model: str) -> None:
     alone(model)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("phi3", "fsdp"), full("qwen3-moe", "fsdp"), full("gpt-oss", "fsdp"), full("phi3", "zero1")],

@@ -228,7 +228,6 @@ def new_data(of: str) -> set[str]:
     return {row.how for row in canzona_compile.explain(pair.wrapped).parameters}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("of", ["param", "state"])
 def test_new_data_reaches_fragments(of: str) -> None:
     """Torch changes what holds a fragment then, and the fragment stays: the plain step does nothing on shards."""

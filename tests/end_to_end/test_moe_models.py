@@ -190,7 +190,6 @@ CASES += [("fsdp", 2)]
 MORE = [(layout, 4) for layout, ranks in CASES if ranks == 2]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "case"),
     [*crossed(MODELS, CASES), *(full(name, case) for name in MODELS for case in MORE)],
@@ -225,7 +224,6 @@ def go_on(name: str, layout: str, ranks: int, folder: str, begin: int) -> list[s
     return different(model, plain.model)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", first(["mixtral", *(own for own in MODELS if own != "mixtral")]))
 def test_checkpoints_go_to_other_numbers_of_ranks_and_back(name: str, tmp_path: Path) -> None:
     for i, (layout, ranks) in enumerate([("fsdp dim 1", 2), ("ep fsdp", 4), ("fsdp", 2), ("fsdp", 1)]):

@@ -133,7 +133,6 @@ def test_objects_that_have_stepped_are_refused() -> None:
         own.step()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "case"),
     only(
@@ -147,7 +146,6 @@ def test_on_ranks(name: str, case: Case) -> None:
     assert run(case.world, train, name, case, missing_one) == [GOOD] * case.world
 
 
-@pytest.mark.ranks
 def test_every_rank_computes_every_matrix() -> None:
     """Their generators are those of the matrix, so the copies do not drift apart."""
     assert run(2, train, "probing", Case("ddp", (2,)), strategy="replicated") == [GOOD] * 2
@@ -164,7 +162,6 @@ def under_zero1(name: str) -> list[int]:
     return different([param.detach() for param in model], expected(name))
 
 
-@pytest.mark.ranks
 def test_under_zero1() -> None:
     assert run(2, under_zero1, "by address") == [[], []]
 
@@ -186,7 +183,6 @@ def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
     return different(part.values(), expected(name))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "case"),
     only(
@@ -256,7 +252,6 @@ def unsaved(case: Case) -> list[tuple[str, str]]:
     return [(str(caught.value.at), str(caught.value.hint))]
 
 
-@pytest.mark.ranks
 def test_what_the_owner_cannot_save_is_an_error_on_every_rank() -> None:
     hint = "let its state_dict() return tensors, numbers and texts, in dicts, lists and tuples"
     assert run(2, unsaved, Case("fsdp", (2,)), fresh=True) == [[("group0.param0", hint)]] * 2
@@ -487,7 +482,6 @@ def inside(where: str) -> str:
     return f"{wrong} {caught.value}"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("where", ["self", "group"])
 def test_an_optimizer_inside_is_the_objects_own_and_its_state_is_not_lost(where: str) -> None:
     for text in run(2, inside, where):

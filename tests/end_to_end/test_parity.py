@@ -66,7 +66,6 @@ MORE_CASES = [
 ]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [*crossed(CASES, DTYPES), *(full(case, dtype) for case in MORE_CASES for dtype in DTYPES)],
@@ -79,7 +78,6 @@ def test_layout(case: Case, dtype: torch.dtype) -> None:
     assert len({task["owner"] for task in report["tasks"]}) == min(case.world, 9)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
 def test_groups_that_differ_by_numbers_only(case: Case) -> None:
     """An owner has matrices of several groups, of one shape and one graph, that must not share their numbers."""
@@ -93,7 +91,6 @@ def fragments(case: Case) -> tuple[list[int], list[str]]:
     return [index.numel() for index in laid.indices], placements
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "copies", "placement"),
     [
@@ -123,7 +120,6 @@ def test_layouts_are_what_they_are_called(case: Case, copies: int, placement: st
 # -- one device ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("layout", "dtype"), crossed(["fsdp", "hsdp", "ddp", "replicated", "plain"], DTYPES, most=1))
 def test_world_of_one(layout: str, dtype: torch.dtype) -> None:
     case = Case(layout, (1, 1) if layout == "hsdp" else (1,))
@@ -132,7 +128,6 @@ def test_world_of_one(layout: str, dtype: torch.dtype) -> None:
     assert (report["world_size"], report["collectives_per_step"]) == (1, 0)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", first(DTYPES))
 def test_one_process_without_groups(dtype: torch.dtype) -> None:
     report = check(on_ranks(__name__, "muon", [ALONE], dtype, group=False))
@@ -159,7 +154,6 @@ MIXES = {
 }
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("mix", "dtype"), crossed(list(MIXES), DTYPES, most=3))
 def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
     world, cases = MIXES[mix]
@@ -169,7 +163,6 @@ def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
     assert len(grids) >= 2
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("recipe", "case"), [("muon", Case("fsdp", (3,))), full("muon", Case("hsdp", (2, 2)))], ids=str
 )
@@ -180,7 +173,6 @@ def test_audits_disturb_nothing(recipe: str, case: Case) -> None:
 # -- stacks of experts -----------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
     [*crossed([2, 3], DTYPES, most=1), *(full(ranks, dtype) for ranks in (4, 8) for dtype in DTYPES)],
@@ -194,7 +186,6 @@ def test_experts_on_their_ranks(ranks: int, dtype: torch.dtype) -> None:
     assert {task["strategy"] for task in report["tasks"]} == {"local"}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -210,7 +201,6 @@ def test_experts_cut_along_a_matrix_dim(case: Case, dtype: torch.dtype) -> None:
     assert min(o.collectives for o in outcomes) > 0
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "dtype"), crossed([2, 4], DTYPES, most=0))
 def test_entries_that_are_not_independent(ranks: int, dtype: torch.dtype) -> None:
     """Whose learning rate follows the number of entries needs the whole stack."""
@@ -231,7 +221,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "options", "dtype"),
     crossed([Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,))], list(OPTIONS), DTYPES, most=1),
@@ -244,7 +233,6 @@ def test_options(case: Case, options: str, dtype: torch.dtype) -> None:
     assert len(report["micro_groups"]) > 1 or options == "replicated"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), *also([Case("ddp", (4,)), Case("fsdp", (8,))])], ids=str)
 def test_automatic_strategy(case: Case) -> None:
     check(on_ranks(__name__, "muon", [case]))

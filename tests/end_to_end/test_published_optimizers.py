@@ -86,14 +86,12 @@ FAST = [
 ]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("case", "name"), only(FAST, CASES, EXACT), ids=str)
 def test_bits(case: Case, name: str) -> None:
     report = check(on_ranks(__name__, name, [case], strategy="owner"), fallbacks=name in INTERPRETED)
     assert bool(report["tasks"]) == (name not in ("torch-adamw", "torch-sgd")), "elementwise work has no owner"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", [*also(["mixed", "muon", "adamuon", "soap"]), "torch-adamw"])
 def test_bits_with_vectors(name: str) -> None:
     """Biases and norms, sharded as well."""
@@ -105,6 +103,5 @@ def train_others(case: Case) -> list[str]:
     return [what for name in OTHERS for what in train(__name__, name, [case], torch.float32).different]
 
 
-@pytest.mark.ranks
 def test_bits_of_torch_s_other_optimizers() -> None:
     assert run(2, train_others, Case("fsdp", (2,)), after=partial(train_others, ALONE)) == [[], []]

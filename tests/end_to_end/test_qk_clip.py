@@ -61,7 +61,6 @@ def trained(sharded: bool, threshold: float) -> tuple[list[Tensor], int]:
     return [w.detach() for w in weights], started[-1]
 
 
-@pytest.mark.ranks
 def test_sharded_weights_shrink_alike() -> None:
     plain, _ = trained(False, 5.0)
     untouched, _ = trained(False, 1e9)

@@ -80,7 +80,6 @@ def test_vectors_and_wrong_arguments_are_refused() -> None:
         Muon([torch.nn.Parameter(torch.ones(2, 3, 3))], lr=-1.0)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_convolutions_are_one_matrix(form: torch.memory_format) -> None:
     do_alone(partial(convolutions, form))
@@ -189,13 +188,11 @@ def test_other_matrix_dims_between_steps_make_another_plan() -> None:
         pair.step()
 
 
-@pytest.mark.ranks
 def test_audits_of_entries() -> None:
     check(on_ranks(__name__, "one", [Case("stack_dim0", (2,))], strategy="owner", audit=3))
     check(on_ranks(__name__, "one", [Case("stack_dims", (2, 2))], strategy="owner", audit=3))
 
 
-@pytest.mark.ranks
 def test_a_stack_that_split_cuts_between_its_matrices_is_not_divided_further() -> None:
     run(2, cut_between_matrices)
 
@@ -256,7 +253,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "dtype", "shapes"),
     crossed(LAYOUTS, DTYPES, ["odd", "even"]),
@@ -266,7 +262,6 @@ def test_on_ranks(case: Case, dtype: torch.dtype, shapes: str) -> None:
     check(on_ranks(__name__, shapes, [case], dtype, strategy="owner"))
 
 
-@pytest.mark.ranks
 def test_ranks_that_share_some_matrices_divide_these() -> None:
     """Experts of two rows of ranks, each cut along a matrix dim by the ranks of its row."""
     outcomes = on_ranks(__name__, "one", [Case("stack_dims", (2, 2))], strategy="owner")
@@ -276,7 +271,6 @@ def test_ranks_that_share_some_matrices_divide_these() -> None:
     assert names[2] == names[3] == [f"group0.param0[{i}:{i + 1}]" for i in range(4, 8)]
 
 
-@pytest.mark.ranks
 def test_matrices_of_one_stack_have_several_owners() -> None:
     report = check(on_ranks(__name__, "one", [Case("stack_dim1", (4,))], strategy="owner"))
     tasks = report["tasks"]

@@ -38,7 +38,6 @@ def train_own(dtype: torch.dtype) -> int:
     return pair.started
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_tensors_belong_to_their_rank(dtype: torch.dtype) -> None:
     assert run(2, train_own, dtype, after=partial(step_alone, dtype, (16, 8))) == [0, 0]
@@ -55,7 +54,6 @@ def train_stage(dtype: torch.dtype) -> tuple[int, list[str]]:
     return pair.started, [str(task.owner) for task in pair.report.tasks]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pipeline_stages(dtype: torch.dtype) -> None:
     # One collective with which ranks agree, and one that carries updates.
@@ -100,7 +98,6 @@ def groups_alone(dtype: torch.dtype) -> None:
     capture_alone(muon(param_groups(MUON_GROUPS, parameters(shapes_of(MUON_GROUPS), dtype))))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parallelism", "ranks"), [("fsdp", 3), pytest.param("ddp", 2, marks=pytest.mark.full)])
 def test_training(parallelism: str, ranks: int, dtype: torch.dtype) -> None:
@@ -121,7 +118,6 @@ def train_one_row(ranks: int, shape: tuple[int, int]) -> None:
     assert len(pair.report.tasks) == 1, "elementwise, so this would show nothing"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "shape"), [(2, (1, 9)), pytest.param(3, (2, 9), marks=pytest.mark.full)])
 def test_tensors_that_count_do_so_where_a_fragment_is_empty(ranks: int, shape: tuple[int, int]) -> None:
     run(ranks, train_one_row, ranks, shape)

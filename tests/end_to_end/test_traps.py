@@ -60,14 +60,12 @@ def wrong_on_ranks(traps: Sequence[Trap], layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("layout", "families"), [(FSDP, FAMILIES[::4]), (DDP, FAMILIES[2::4])], ids=[FSDP, DDP])
 def test_some_families_on_two_ranks(layout: str, families: Sequence[str]) -> None:
     assert wrong_on_ranks([of_family(family)[0] for family in families], layout) == []
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", [FSDP, DDP])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_two_ranks(family: str, layout: str) -> None:

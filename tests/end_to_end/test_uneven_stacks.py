@@ -76,7 +76,6 @@ TRAININGS = {
 }
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
     [Case("fsdp", (2,)), *also([Case("stack_dim0", (3,)), Case("hsdp", (2, 2)), Case("stack_dims", (2, 2))])],
@@ -92,7 +91,6 @@ def test_products_of_stacks(recipe: str, case: Case) -> None:
     assert (report["collectives_per_step"] == 0) is (recipe == "products" and alone)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), *also([Case("stack_dim0", (4,))])], ids=str)
 @pytest.mark.parametrize(
     "recipe",

@@ -113,7 +113,6 @@ def alone(line: str = "muon_adamw") -> None:
 LAYOUTS = [("fsdp", 2), ("zero1", 2), ("ddp", 2), ("fsdp_tp", 4), full("tp", 2), full("hsdp", 4)]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("layout", "world"), LAYOUTS)
 def test_layouts(layout: str, world: int) -> None:
     for found in run(world, train, layout, after=partial(alone)):
@@ -130,7 +129,6 @@ def test_one_process(line: str) -> None:
     do_alone(partial(alone, line))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("line", "layout"), [("soap_adamw", "fsdp"), ("kl_soap_adamw", "zero1"), full("kl_soap_adamw", "fsdp")]
 )
@@ -171,7 +169,6 @@ def saved_after(path: str, begin: int, steps: int) -> list[str]:
     return different(model, plain)
 
 
-@pytest.mark.ranks
 def test_checkpoints_go_from_two_ranks_to_three_to_one(tmp_path: Any) -> None:
     path, begin = str(tmp_path / "saved"), 0
     for world in (2, 3, 1):

@@ -17,7 +17,6 @@ from tests.harness.ranks import run
 from tests.harness.training import Training, trained
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.ranks
 
 STEPS = 3  # the first is eager
 # Two that batch and are aligned, and one that ranks cannot share evenly, with numbers of its own.

@@ -143,7 +143,6 @@ def step_alone() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_a_program_for_cuda_does_what_one_for_the_cpu_does() -> None:
     """With an order that streams do not change: the calls are the same ones."""
     options: dict[str, Any] = {"strategy": "owner", "micro_groups": 3, "after": partial(step_alone)}

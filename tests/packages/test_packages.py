@@ -62,7 +62,6 @@ def on_rank(name: str) -> Found:
     return verdict(one, loaded(package))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", only([("schedulefree-AdamWScheduleFree",)], list(NAMED)))
 def test_optimizer(name: str) -> None:
     package, one = NAMED[name]

@@ -46,7 +46,6 @@ def step_alone(size: int) -> None:
     Pair(shapes=[(size, size)]).step()
 
 
-@pytest.mark.ranks
 def test_what_tensor_parallelism_does_not_cut_can_be_shared() -> None:
     alone = partial(step_alone, EVEN["q"])
     found, shared = (run(4, reported, EVEN, share, after=alone) for share in (False, True))
@@ -60,7 +59,6 @@ def test_what_tensor_parallelism_does_not_cut_can_be_shared() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_what_would_not_lower_the_largest_load_is_not_suggested() -> None:
     assert {said for said, _ in run(4, reported, ONE_LARGE, False)} == {()}
 
@@ -77,7 +75,6 @@ def plain(replicas: bool) -> tuple[str, ...]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_plain_tensors_can_be_shared() -> None:
     for (said,) in run(2, plain, False):
         assert said.startswith("3 matrices are plain tensors, computed on their rank alone.")

@@ -65,7 +65,6 @@ def variants() -> tuple[int, list[int]]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_variants_take_the_memory_of_the_largest() -> None:
     for found, own in run(2, variants):
         assert len(own) >= 2
@@ -102,7 +101,6 @@ def addresses() -> set[int]:
     return {view.offset for own in lists for view in own.views}
 
 
-@pytest.mark.ranks
 def test_whole_matrices_are_aligned_as_matrices_of_their_own() -> None:
     """Libraries round products by the alignment of operands, so others than the plain optimizer's would differ."""
     found = run(2, addresses)

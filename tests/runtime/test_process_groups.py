@@ -64,7 +64,6 @@ def sums_of_groups() -> list[float]:
     return found
 
 
-@pytest.mark.ranks
 def test_ranks_meet_that_have_unequally_many_groups() -> None:
     """Torch names groups that only their members make by how many groups a process has."""
     found = run(3, sums_of_groups)
@@ -83,7 +82,6 @@ def timeouts() -> list[float]:
     return [*found, timeout_of(groups.of((0, 1)), cpu), timeout_of(dist.group.WORLD, cpu)]
 
 
-@pytest.mark.ranks
 def test_groups_of_ours_have_the_timeout_of_theirs() -> None:
     for own, learnt, default in run(3, timeouts)[:2]:
         assert (own, learnt) == (default, 77)

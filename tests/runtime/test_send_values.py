@@ -67,7 +67,6 @@ def on_rank() -> list[str]:
     return wrong + ([] if found["again"][0] is found["large"] and one is two else ["again"])
 
 
-@pytest.mark.ranks
 def test_values_arrive_as_they_were_sent() -> None:
     assert run(2, on_rank) == [[], []]
 

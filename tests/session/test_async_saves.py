@@ -65,7 +65,6 @@ def saves_meanwhile(folder: str) -> int:
     return more
 
 
-@pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
 def test_saves_on_the_default_group(tmp_path: Any) -> None:
     assert run(2, saves_meanwhile, str(tmp_path), fresh=True, after=ready()) == [0, 0]

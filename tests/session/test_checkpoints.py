@@ -93,13 +93,11 @@ def check(saved: Saved, name: str, loader: Rank, savers: Plan, dtype: torch.dtyp
     assert run(world, load, name, loader, folder, savers, dtype, after=once(name, dtype)) == [{}] * world
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "loader"), only(FAST, ["muon", "shampoo", "soap"], LOADERS), ids=label)
 def test_every_way(saved: Saved, name: str, loader: Rank) -> None:
     check(saved, name, loader, SAVERS)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "loader"),
     only(
@@ -121,7 +119,6 @@ def test_other_kinds_of_state(saved: Saved, name: str, loader: Rank) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("loader", first([(ONE, True), (Case("fsdp", (3,)), True)]), ids=label)
 def test_wide_state_of_16_bit_parameters(saved: Saved, loader: Rank) -> None:
     """Torch's own load would round it."""

@@ -69,7 +69,6 @@ def looked_at(name: str, case: Case) -> list[str]:
 LOOKS = [("muon", "ddp"), ("shampoo", "fsdp"), full("soap", "fsdp"), full("soap", "ddp")]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "layout"), LOOKS)
 def test_shows_what_a_plain_one_shows_and_begins_afterwards(name: str, layout: str) -> None:
     assert run(2, looked_at, name, Case(layout, (2,)), after=once(name)) == [[], []]

@@ -63,7 +63,6 @@ def load_good(name: str, case: Case, folder: Path) -> list[str]:
     return wrong + part.differs(END)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", first([Case("fsdp", (2,)), Case("ddp", (2,))]), ids=str)
 def test_a_rank_that_cannot_write(case: Case, tmp_path: Path) -> None:
     for said, wrong in run(2, save_twice, "soap", case, tmp_path, dies=False, after=once("soap")):
@@ -72,7 +71,6 @@ def test_a_rank_that_cannot_write(case: Case, tmp_path: Path) -> None:
     assert run(2, load_good, "soap", case, tmp_path, after=once("soap")) == [[], []]
 
 
-@pytest.mark.ranks
 def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
     case = Case("fsdp", (2,))
     after = once("shampoo")
@@ -123,7 +121,6 @@ def breaking_at(call: int) -> Any:
     return broadcast
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("where", ["broadcast", "hook"])
 def test_a_state_dict_that_breaks_leaves_the_optimizer_as_it_was(where: str) -> None:
     for said, wrong in run(2, raise_midway, "soap", Case("ddp", (2,)), where, after=once("soap")):

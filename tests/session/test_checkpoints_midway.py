@@ -35,7 +35,6 @@ def go_back(name: str, case: Case, folder: Path) -> tuple[list[str], list[int]]:
     return wrong, captures
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "case"), crossed(["muon", "soap", "host"], CASES, most=1), ids=str
 )  # "host" is interpreted
@@ -64,7 +63,6 @@ def save_meanwhile(name: str, case: Case, folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", first(CASES), ids=str)
 def test_training_goes_on_while_a_checkpoint_is_written(case: Case, tmp_path: Path) -> None:
     assert run(2, save_meanwhile, "soap", case, tmp_path / "saved", after=once("soap")) == [[], []]

@@ -95,7 +95,6 @@ def alone_then_all(maker: str, case: Case) -> tuple[list[str], list[bool], int]:
     return tries, equal, left
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("maker", "case"), [CASES[0], *(marks.full(*own) for own in CASES[1:])], ids=str)
 def test_one_rank_alone(maker: str, case: Case) -> None:
     found = run(2, alone_then_all, maker, case, fresh=True, after=ready(maker))
@@ -131,7 +130,6 @@ def consolidated(maker: str, case: Case, to: int) -> tuple[bool, str, list[str]]
     return made.equal(made.wrapped.state_dict()) and equal, refused, stale
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("maker", "case", "to"),
     [
@@ -162,7 +160,6 @@ def broken(case: Case) -> str:
     return said_by(made.wrapped.state_dict)
 
 
-@pytest.mark.ranks
 def test_a_meeting_ends_when_a_rank_has_failed() -> None:
     for said in run(2, broken, Case("ddp", (2,)), fresh=True, after=ready("muon")):
         assert "stopped" in said
@@ -177,7 +174,6 @@ def other_calls(case: Case) -> list[str]:
     return [*said, str(made.equal(made.wrapped.state_dict()))]
 
 
-@pytest.mark.ranks
 def test_ranks_that_call_different_things() -> None:
     for said, equal in run(2, other_calls, Case("ddp", (2,)), after=ready("muon")):
         assert "rank 0: consolidate(to=0); rank 1: consolidate(to=1)" in said
@@ -191,7 +187,6 @@ def local_state() -> bool:
     return made.equal(made.wrapped.state_dict(), local=True) if dist.get_rank() == 0 else True
 
 
-@pytest.mark.ranks
 def test_state_in_fragments_needs_nobody() -> None:
     assert run(2, local_state, after=ready("muon")) == [True, True]
 
@@ -208,7 +203,6 @@ def zero1_alone() -> tuple[list[str], bool]:
     return said, dist.get_rank() != 0 or not unlike("", optimizer.state_dict(), whole)
 
 
-@pytest.mark.ranks
 def test_zero1() -> None:
     (said, equal), _ = run(2, zero1_alone)
     assert equal

@@ -43,7 +43,6 @@ def other_parameter(trainer: Trainer) -> None:
     local(trainer.params[1]).add_(0.5)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "case"), crossed(MISTAKES.names(), CASES, most=2), ids=str)
 def test_one_copy_differs(name: str, case: Case) -> None:
     assert [found.later for found in MISTAKES.check(name, case)] == [[]] * case.world
@@ -80,7 +79,6 @@ def experts_among_copies(equal: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("equal", "what"), [(False, "the parameter differs"), (True, "the gradient differs")])
 def test_experts_are_no_copies_and_the_hint_says_what_to_do(equal: bool, what: str) -> None:
     for said in run(2, experts_among_copies, equal):

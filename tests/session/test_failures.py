@@ -78,7 +78,6 @@ for name, case, victim, call in DEATHS:
     )(partial(die, call=call))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", first(MISTAKES.names("deaths"), 2))
 def test_a_rank_dies_in_mid_step(name: str) -> None:
     MISTAKES.check(name)
@@ -105,7 +104,6 @@ for strategy in ("owner", "replicated"):
     )(observe)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["owner", "replicated"])
 def test_a_rank_fails_while_it_makes_the_program(strategy: str) -> None:
     MISTAKES.check(strategy)
@@ -130,7 +128,6 @@ def step_without(absent: int) -> Outcome | None:
     return outcome
 
 
-@pytest.mark.ranks
 def test_a_rank_stays_away() -> None:
     """The process group's timeout holds, although waiting listens for calls meanwhile."""
     found = run(3, step_without, 1, fresh=True, after=ready())
@@ -169,7 +166,6 @@ def train_with_gaps(cases: list[Case], gaps: dict[int, list[int]]) -> None:
     trainer.check()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("cases", "when"),
     crossed(GRADIENT_CASES, list(GAPS)),
@@ -200,7 +196,6 @@ def train_nan(ranks: int) -> list[bool]:
     return same
 
 
-@pytest.mark.ranks
 def test_not_a_number() -> None:
     """It does to its matrix what it does in the plain optimizer, and to no other."""
     assert run(2, train_nan, 2, after=ready()) == [[True] * 8] * 2

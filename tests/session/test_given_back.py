@@ -79,7 +79,6 @@ def end_early(name: str, case: Case, way: str, mishap: str) -> tuple[str, list[s
     return said, wrong
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("case", "way"), crossed(CASES, ["load", "group", "resume"]), ids=str)
 def test_a_gradient_is_missing_on_one_rank(case: tuple[str, Case], way: str) -> None:
     for said, wrong in run(2, end_early, *case, way, "gradient", after=once(case[0])):
@@ -87,7 +86,6 @@ def test_a_gradient_is_missing_on_one_rank(case: tuple[str, Case], way: str) -> 
         assert wrong == []
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_rank_cannot_choose_its_code(case: tuple[str, Case]) -> None:
     for said, wrong in run(2, end_early, *case, "load", "error", after=once(case[0])):
@@ -95,7 +93,6 @@ def test_one_rank_cannot_choose_its_code(case: tuple[str, Case]) -> None:
         assert wrong == []
 
 
-@pytest.mark.ranks
 def test_an_interrupt() -> None:
     """The state is there; but ranks that were interrupted may wait for one another in vain."""
     for said, wrong in run(2, end_early, *CASES[0], "load", "interrupt", fresh=True, after=once("muon")):

@@ -29,7 +29,6 @@ def train(kind: str, layout: str) -> None:
     assert [state.keys() for state in pair.wrapped.state.values()] == [s.keys() for s in pair.plain.state.values()]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["fsdp", "tp_columns"])
 def test_of_every_rank(kind: str, layout: str) -> None:

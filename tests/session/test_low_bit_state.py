@@ -51,14 +51,12 @@ def wrapped_late(package: str, layout: str, shape: tuple[int, int]) -> str:
     return str(pair.different())
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("package", first(PACKAGES))
 def test_fragments_of_plain_steps_are_put_together(package: str) -> None:
     imported(package)
     assert run(2, wrapped_late, package, "fsdp", (128, 64)) == ["[]", "[]"]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("package", first(PACKAGES))
 @pytest.mark.parametrize(
     ("layout", "shape", "why"),

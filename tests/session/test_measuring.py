@@ -65,7 +65,6 @@ PHASES = {
 }
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -234,7 +233,6 @@ def zero1_figures() -> Any:
     return handle.report().to_dict()["measured"]
 
 
-@pytest.mark.ranks
 def test_zero1_has_phases_of_its_own() -> None:
     found, other = run(2, zero1_figures, after=partial(step_alone, "muon and adamw"))
     assert found == other
@@ -270,7 +268,6 @@ def last_step_without(absent: int) -> str:
     return ""
 
 
-@pytest.mark.ranks
 def test_a_rank_that_does_not_bring_its_figures_is_named() -> None:
     said, died = run(2, last_step_without, 1, dying=[1])
     assert died == Died(7)

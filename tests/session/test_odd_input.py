@@ -237,7 +237,6 @@ def whole_gradients(how: str) -> None:
         assert same_bits(full(own["down"]), plain["down"])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["wrap", "chain", "split"])
 def test_gradients_that_every_rank_has_whole(how: str) -> None:
     run(2, whole_gradients, how)
@@ -273,7 +272,6 @@ def embeddings_by_rows(fsdp: bool) -> list[str]:
     return beside.finish()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("fsdp", [False, only_full(True)])
 def test_embeddings_under_tensor_parallelism(fsdp: bool) -> None:
     assert not any(run(4 if fsdp else 2, embeddings_by_rows, fsdp))
@@ -294,7 +292,6 @@ def refused_placements(case: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "what"),
     [
@@ -321,7 +318,6 @@ def placement_left_out() -> str:
     return str(caught.value)
 
 
-@pytest.mark.ranks
 def test_a_gradient_with_a_placement_left_out_is_refused() -> None:
     for said in run(2, placement_left_out):
         assert re.search("(?s)placements .*up.*DTensor.from_local", said), said

@@ -97,7 +97,6 @@ def changed_on_one_rank(case: Case, edits: Sequence[Edit], measured: bool) -> li
     return wrong
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("layout", "edits", "measured"),
     [("fsdp", EDITS, False), ("ddp", (sparse,), False), ("fsdp", (other_memory,), True)],
@@ -121,7 +120,6 @@ def announcements() -> int:
     return sum(own.announced for own in channel._living) - before
 
 
-@pytest.mark.ranks
 def test_a_chain_announces_once_per_step() -> None:
     assert run(2, announcements, after=functools.partial(alone)) == [1, 1]
 
@@ -136,7 +134,6 @@ def alone_on_one_rank(case: Case, edits: Sequence[Edit]) -> None:
         pair.steps(2)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_an_optimizer_that_shares_no_tasks_plans_without_other_ranks(layout: str) -> None:
     run(2, alone_on_one_rank, Case(layout, (2,)), (other_memory, grown, loaded))

@@ -66,7 +66,6 @@ def sharded_late(how: str) -> tuple[str, str]:
     return raised(lambda: step(model, optimizer))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["fsdp", "tp"])
 def test_a_model_that_is_sharded_after_its_optimizer_was_made(how: str) -> None:
     for kind, text in run(2, sharded_late, how):
@@ -95,7 +94,6 @@ def beside_a_sharded_model() -> list[int]:
     return [*found, sum(1 for _ in other.parameters())]
 
 
-@pytest.mark.ranks
 def test_parameters_of_no_module_next_to_a_sharded_model() -> None:
     """The other model has no parameter of this shape, so it cannot have replaced this one."""
     assert run(2, beside_a_sharded_model) == [[1, 2]] * 2
@@ -121,7 +119,6 @@ def flattened(original: bool) -> tuple[str, str]:
     return raised(lambda: step(sharded, optimizer))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("original", [True, False])
 def test_parameters_that_fsdp1_has_flattened(original: bool) -> None:
     for kind, text in run(2, flattened, original, fresh=True):
@@ -166,7 +163,6 @@ def first_step_without(odd: bool) -> tuple[str, str]:
     return raised(optimizer.step)
 
 
-@pytest.mark.ranks
 def test_a_gradient_that_one_rank_lacks_at_the_first_step() -> None:
     assert run(2, first_step_without, False, after=partial(alone)) == [("", "")] * 2
     for kind, text in run(2, first_step_without, True, fresh=True, after=partial(alone)):
@@ -192,7 +188,6 @@ def under_ddp(shared: bool) -> list[str]:
     return [str(one.message) for one in found if "DistributedDataParallel" in str(one.message)]
 
 
-@pytest.mark.ranks
 def test_ddp_without_replicate_is_noticed_once() -> None:
     (noticed,), silent = run(2, under_ddp, False, after=partial(alone))
     assert "canzona_compile.wrap(optimizer, replicate=torch.distributed.group.WORLD)" in noticed

@@ -91,7 +91,6 @@ def test_in_one_process(make: str) -> None:
     do_alone(partial(train, make, "patterns", (), EVEN))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "how", "cuts"),
     crossed(["muon", "interpreted", "adamw", "soap"], ["patterns", "function", "attributes"], [EVEN, UNEVEN], most=3),
@@ -100,19 +99,16 @@ def test_two_tensor_parallel_ranks(make: str, how: str, cuts: tuple[int, int]) -
     on_ranks(make, how, (2,), cuts, restored=True, strategy="owner")
 
 
-@pytest.mark.ranks
 def test_an_optimizer_that_holds_on_to_gradients() -> None:
     """It has the DTensor that was its gradient on one step, which must not be that of the next."""
     on_ranks("holds gradients", "patterns", (2,), EVEN)
 
 
-@pytest.mark.ranks
 def test_elementwise_steps_see_the_attributes_of_fragments() -> None:
     on_ranks("rates in attributes", "patterns", (2,), EVEN)
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize(("make", "cuts"), [("muon", UNEVEN), full("soap", EVEN)])
 def test_with_replicas(make: str, cuts: tuple[int, int]) -> None:
     on_ranks(make, "patterns", (2, 2), cuts, restored=True)

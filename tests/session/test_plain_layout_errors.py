@@ -90,7 +90,6 @@ def beside_norms() -> None:
     assert not any(torch.equal(param, torch.ones_like(param)) for param in params.values())
 
 
-@pytest.mark.ranks
 def test_a_mesh_alone_may_concern_some_optimizers_of_a_chain() -> None:
     run(2, beside_norms)
 
@@ -146,7 +145,6 @@ def said(case: str) -> str:
     raise AssertionError(case)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "what"),
     [
@@ -213,7 +211,6 @@ def beside_experts(how: str) -> None:
         assert torch.equal(own[1], plain[1] if whole else plain[1].chunk(2)[rank])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("how", EXPERTS)
 def test_layouts_say_how_experts_lie(how: str) -> None:
     run(2, beside_experts, how)
@@ -226,7 +223,6 @@ def without_this_rank() -> str:
     return says({"*": (mesh, [Shard(0)])}, ones(4, 6))
 
 
-@pytest.mark.ranks
 def test_a_mesh_without_this_rank() -> None:
     assert re.search(r"rank 1 is not in the mesh of layout=, which has the ranks \[0\]", run(2, without_this_rank)[1])
 
@@ -268,7 +264,6 @@ def shares(parts: Any, rank: int) -> Tensor:
     return torch.cat([part.detach().chunk(2)[rank] for part in parts])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("make", first(["muon", "adamw"]))
 def test_shares_of_parts(make: str) -> None:
     run(2, strided, make)
@@ -286,7 +281,6 @@ def reported(split: Any) -> list[str]:
     return [text for text in optimizer.canzona.report().to_dict()["suggestions"] if "split=" in text]
 
 
-@pytest.mark.ranks
 def test_the_report_says_that_a_fused_weight_stays_whole() -> None:
     split = {"*qkv*": {"q": 6, "k": 6}}
     for said, apart in [*zip(run(2, reported, None), run(2, reported, split), strict=True), (reported(None), [])]:
@@ -302,7 +296,6 @@ def explained() -> list[str]:
     return [f"{row.name} {list(row.shape)} {row.how}" for row in canzona_compile.explain(optimizer).parameters]
 
 
-@pytest.mark.ranks
 def test_explain_shows_whole_matrices() -> None:
     for rows in run(2, explained):
         assert rows == ["up [8, 6] compiled", "down [4, 6] refused"]

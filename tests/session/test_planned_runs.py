@@ -111,7 +111,6 @@ def offline(mesh: str, kind: Any = torch.optim.Muon, **options: Any) -> canzona_
     return canzona_compile.plan(SHAPES, mesh=mesh, optimizer=kind, hardware="cpu", alternatives=False, **options)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [m if m in ("fsdp=4", "dp=2,tp=2") else full(m) for m in MESHES])
 def test_offline_and_real_plans_are_equal(mesh: str) -> None:
     real = [json.loads(text) for text, _ in on_ranks(mesh, torch.optim.Muon, {})]
@@ -121,7 +120,6 @@ def test_offline_and_real_plans_are_equal(mesh: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_of_an_optimizer_with_variants_too() -> None:
     (text, _), *_ = on_ranks("fsdp=4", SOAP, {"strategy": "owner"})
     assert json.loads(text)["fingerprint"] == offline("fsdp=4", SOAP, strategy="owner").fingerprint
@@ -139,7 +137,6 @@ def test_plans_do_not_depend_on_the_order_of_a_group_s_keys(kind: Any) -> None:
     assert plan_of() == plan_of(weight_decay=0.3, lr=0.1)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("planner", ["alpha", *also(["lpt"])])
 def test_a_run_follows_the_plan_of_any_planner(planner: str, tmp_path: Path) -> None:
     made = offline("hsdp=2,fsdp=2", planner=planner, strategy="owner", micro_groups=2)
@@ -170,7 +167,6 @@ def train_alone(kind: Any, wrapped: bool = False) -> list[Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_a_run_s_own_plan_can_be_followed(tmp_path: Path) -> None:
     text = on_ranks("fsdp=4", torch.optim.Muon, {"strategy": "owner"})[0][0]
     path = tmp_path / "plan.json"
@@ -182,7 +178,6 @@ def refused(mesh: str, options: dict[str, Any]) -> str:
     return attempt(lambda: train(mesh, torch.optim.Muon, options)).said
 
 
-@pytest.mark.ranks
 def test_plans_that_do_not_fit_are_refused_by_all_ranks(tmp_path: Path) -> None:
     made = json.loads(offline("fsdp=4", strategy="owner").to_json())
     cases = {
@@ -206,7 +201,6 @@ def test_plans_that_do_not_fit_are_refused_by_all_ranks(tmp_path: Path) -> None:
         assert dist.is_available()
 
 
-@pytest.mark.ranks
 def test_some_matrices_everywhere_others_on_owners(tmp_path: Path) -> None:
     """Over this link it pays to compute two shapes everywhere and not the third, which is more work for its bytes."""
     link = {"bandwidth": 1e8, "latency": 1e-6}
@@ -222,7 +216,6 @@ def test_some_matrices_everywhere_others_on_owners(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("mesh", "groups"), crossed(["hsdp=2,fsdp=2", "fsdp=4", "dp=2,tp=2"], [1, 3], most=1))
 def test_both_in_one_micro_group(mesh: str, groups: int, tmp_path: Path) -> None:
     made = offline(mesh, strategy="owner", micro_groups=groups)

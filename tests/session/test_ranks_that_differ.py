@@ -36,7 +36,6 @@ FSDP, DDP, HSDP = Case("fsdp", (3,)), Case("ddp", (2,)), Case("hsdp", (2, 2))
 TWO_LAYOUTS, TWO_MESHES = [Case("fsdp", (4,)), HSDP], [Case("tp_alone", (2, 2)), Case("fsdp", (4,))]
 GRADIENT_ERRORS = {"InvalidGradient", "RankMismatch"}
 MISTAKES = Mistakes(__name__, driver=Trainer, after=ready(), when="fed", on=[1], errors={"RankMismatch"})
-pytestmark = pytest.mark.ranks
 
 
 def named(value: Any) -> str:

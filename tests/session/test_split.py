@@ -165,7 +165,6 @@ CASES = [
 ]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "case"),
     only([("muon", CASES[0]), ("muon", CASES[4])], ["muon", "soap"], CASES),
@@ -183,7 +182,6 @@ def test_on_ranks(make: str, case: Case) -> None:
     assert len(set(map(str, owners.values()))) == case.world, "pieces of one parameter have owners of their own"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "splits", "layout"),
     [
@@ -196,14 +194,12 @@ def test_other_splits_on_ranks(make: str, splits: str, layout: str) -> None:
     train_on_ranks(make, SPLITS[splits], Case(layout, (2,)))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", first(["fsdp", "ddp"]))
 def test_interpreted_on_ranks(layout: str) -> None:
     train_on_ranks("interpreted", BLOCK, Case(layout, (2,)))
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", first(["stack_dim0", "stack_dim1", "stack_dim2"]))
 def test_gate_and_up_of_a_stack_of_experts(layout: str) -> None:
     splits = {"*.qkv": Split({"gate": 32, "up": 64}, dim=1)}
@@ -234,7 +230,6 @@ def load(make: str, params: list[Tensor], saved: dict[str, Any]) -> list[str]:
     return both.different()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("make", "layout"), crossed(["muon", "soap"], ["fsdp", "ddp"], most=1))
 def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> None:
     captured = alone(make, BLOCK)

@@ -82,7 +82,6 @@ def scattered() -> str:
     return attempt(lambda: both.go(1)).said
 
 
-@pytest.mark.ranks
 def test_an_order_that_crosses_ranks_is_refused_on_all_of_them() -> None:
     for said in run(2, scattered):
         assert "that are not consecutive" in said
@@ -106,7 +105,6 @@ def bad_gradient(what: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("what", "says"), [("none", "no gradient for attention.qkv[q]"), ("dtype", "torch.bfloat16")])
 def test_a_bad_gradient_on_one_rank_is_an_error_on_all(what: str, says: str) -> None:
     for said in run(2, bad_gradient, what, fresh=True, after=alone("muon", BLOCK)):

@@ -137,7 +137,6 @@ def test_code_that_runs_once_is_not_skipped() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", first([Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]), ids=str)
 def test_on_ranks(case: Case) -> None:
     results = run(case.world, train, "state", case, after=partial(train, "state", None))

@@ -117,7 +117,6 @@ def trained(name: str, state: Any, shapes: Any, case: Case, strategy: str = "own
     return wrong + pair.different()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "state", "shapes", "case"), [*WAYS[:4], *(full(*w) for w in WAYS[4:])])
 def test_the_bits_of_rounded_state(name: str, state: Any, shapes: Any, case: Case) -> None:
     if case is ALONE:
@@ -140,7 +139,6 @@ CUT = ("tp_columns", "fsdp_tp", "tp_ddp")  # within blocks, where elementwise up
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_optimizer_on_every_layout(name: str, case: Case) -> None:
@@ -148,7 +146,6 @@ def test_every_optimizer_on_every_layout(name: str, case: Case) -> None:
     assert run(case.world, trained, name, state, SHAPES, case) == [[]] * case.world
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "state", "options"),
     [
@@ -198,7 +195,6 @@ def chained(state: Any, layout: str) -> list[str]:
     return [name for (name, a), b in pairs if not torch.equal(a, full_tensor(b))]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", first(["fsdp", "whole"]))
 def test_one_text_for_a_chain(layout: str) -> None:
     """Codes for the momentum of matrices, 16 bits for all else."""
@@ -237,7 +233,6 @@ def resumed(held: Any, values: list[Tensor], after: Any) -> list[str]:
     return pair.different()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("before", "state", "other", "after"),
     [
@@ -401,7 +396,6 @@ def cut_codes(case: Case) -> str:
     return str(caught.value)
 
 
-@pytest.mark.ranks
 def test_codes_of_elementwise_updates_are_not_cut() -> None:
     for said in run(2, cut_codes, Case("tp_columns", (2,))):
         assert "'exp_avg' cannot be stored as int8: ranks hold parts of its blocks" in said
@@ -436,7 +430,6 @@ def prepared_by_dcp(_: int) -> list[str]:
     return []
 
 
-@pytest.mark.ranks
 def test_state_that_a_checkpoint_prepares() -> None:
     assert run(2, prepared_by_dcp, 0) == [[], []]
 
@@ -448,7 +441,6 @@ def disagreeing(name: str) -> str:
     return found.error + found.said
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_ranks_that_disagree(name: str) -> None:
     for said in run(2, disagreeing, name):

@@ -188,7 +188,6 @@ def test_alone(kind: str, name: str) -> None:
     assert train(kind, name) == []
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "name"), only(COVERED, ["around", "around all"], OPTIMIZERS))
 def test_under_fsdp2(kind: str, name: str) -> None:
     assert run(2, train, kind, name, True, after=partial(train, kind, name)) == [[]] * 2
@@ -212,7 +211,6 @@ def stepped(kind: str, name: str, shard: bool = True) -> str:
         return str(error)
 
 
-@pytest.mark.ranks
 def test_what_several_tensors_make_up_steps_elementwise_and_has_no_owner() -> None:
     assert run(2, stepped, "two", "adamw") == [""] * 2
     for text in run(2, stepped, "two", "both"):
@@ -235,7 +233,6 @@ def under_zero1(kind: str) -> str:
     return ""
 
 
-@pytest.mark.ranks
 def test_zero1() -> None:
     assert run(2, under_zero1, "around") == [""] * 2
     assert all("made of a, b, but zero1 sends slices of plain tensors" in text for text in run(2, under_zero1, "two"))

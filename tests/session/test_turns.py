@@ -111,7 +111,6 @@ def test_in_one_process(how: str) -> None:
     assert found == ({REFUSED} if how == "signals" else set())
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("case", "said"), [("fsdp", "between steps"), ("ddp", OF_ALL_RANKS)])
 def test_threads_on_ranks(case: str, said: str) -> None:
     after = partial(capture_alone, two(parameters(FEW)))
@@ -140,6 +139,5 @@ def forked() -> tuple[bool, int]:
     return ended[0] == child, ended[1]
 
 
-@pytest.mark.ranks
 def test_children_that_are_forked_in_mid_training() -> None:
     assert run(2, forked, fresh=True, after=partial(capture_alone, two(parameters(FEW)))) == [(True, 0)] * 2

@@ -162,7 +162,6 @@ def train(name: str, case: Case, **options: Any) -> None:
 CASES = [Case("fsdp", (3,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "case"), crossed(list(KINDS), CASES, most=1), ids=str)
 def test_on_ranks(name: str, case: Case) -> None:
     run(case.world, train, name, case, strategy="owner", after=partial(train, name, ALONE))
@@ -179,7 +178,6 @@ def train_in_turns(case: Case, **options: Any) -> None:
     assert pair.report.fallbacks == {}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("micro_groups", [1, 3])
 def test_programs_that_share_buffers_take_turns(micro_groups: int) -> None:
     after = partial(train_in_turns, ALONE)

@@ -32,7 +32,6 @@ def verified(name: str, **options: Any) -> Any:
 # -- planted ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "parameters", "step"),
@@ -51,7 +50,6 @@ def test_another_algorithm(name: str, parameters: set[str], step: int) -> None:
     assert once.beyond == (name != "wrong_scale")
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_equal_bits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{BUILDS}:equal", "--as-is", "--steps", "2", "--json", "--quiet"]) == 0
@@ -63,7 +61,6 @@ def test_equal_bits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["other_sums", "compiled_sums"])
 def test_sums_in_another_order_are_rounding(name: str, tmp_path: Path) -> None:
@@ -77,7 +74,6 @@ def test_sums_in_another_order_are_rounding(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "says"),
@@ -99,7 +95,6 @@ def test_what_a_rank_raises_is_a_verdict(name: str, says: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_hangs() -> None:
     found = verified("one_hangs", limit=15.0)
@@ -111,7 +106,6 @@ def test_a_rank_that_hangs() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "verdict", "options"),
@@ -156,7 +150,6 @@ def test_what_build_takes() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "says"),

@@ -112,7 +112,6 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_two_ranks_measure_all_but_the_network(tmp_path: Path) -> None:
     found, shows = calibrate(device="cpu", ranks=2, extent=TINY)
@@ -134,7 +133,6 @@ def test_two_ranks_measure_all_but_the_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_one_rank_has_no_link_to_measure() -> None:
     found, _ = calibrate(device="cpu", ranks=1, extent=TINY)
@@ -143,7 +141,6 @@ def test_one_rank_has_no_link_to_measure() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_plan_and_report_stand_on_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -169,7 +166,6 @@ def spoiled(rank: int, *_: object) -> None:
     raise RuntimeError(f"no memory on rank {rank}")
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started, "cpu_rank", spoiled)

@@ -26,7 +26,6 @@ from tests.tools.decoders import Decoder, sharded_alone, sharded_run, zero1_run
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["groups", "muon+adamw", full("three")])
 def test_the_plan_of_an_optimizer_is_that_of_its_run(kind: str) -> None:
     for found in run(2, sharded_run, kind, after=partial(sharded_alone, kind)):
@@ -34,7 +33,6 @@ def test_the_plan_of_an_optimizer_is_that_of_its_run(kind: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["muon+adamw", "three"])
 def test_under_zero1_too(kind: str) -> None:
     for found in run(2, zero1_run, kind):

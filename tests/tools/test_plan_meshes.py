@@ -61,7 +61,6 @@ def laid(mesh: str, weights: list[ModelWeight]) -> list[Layout]:
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("mesh", "cuts"),
     [
@@ -85,7 +84,6 @@ def test_layouts_are_those_of_torch(mesh: str, cuts: Cuts) -> None:
         assert [[layout] for layout in real] == expected
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("mesh", "shape"),
     [

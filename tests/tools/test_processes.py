@@ -78,7 +78,6 @@ def stays_away(rank: int) -> None:
 # -- tests -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("function", "args", "says"),
@@ -97,7 +96,6 @@ def test_a_process_that_fails_ends_the_others(function: Callable[..., Any], args
     assert ("Traceback" in notes and "in the process 'other'" in notes) == ("raised" in says)
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_our_errors_stay_what_they_are_while_others_wait() -> None:
     with pytest.raises(UnsupportedOptimizer) as caught:
@@ -107,7 +105,6 @@ def test_our_errors_stay_what_they_are_while_others_wait() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_processes_that_hang_say_where(tmp_path: Path) -> None:
     said = [tmp_path / "one", tmp_path / "other"]
@@ -118,7 +115,6 @@ def test_processes_that_hang_say_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_a_limit_that_begins_again_with_progress() -> None:
     """The one that says how far it is outlives the limit, and the one that no longer does so hangs."""
@@ -132,7 +128,6 @@ def test_a_limit_that_begins_again_with_progress() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
     """In processes that start as those of users do."""
     assert len(set(run([ProcessCall("one", pid, ()), ProcessCall("two", pid, ())], 100.0))) == 2
@@ -151,7 +146,6 @@ def test_a_machine_without_loopback_is_told_at_once(monkeypatch: pytest.MonkeyPa
         calibrate(device="cpu", quick=True)
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_ranks_meet_and_what_they_tell_is_told_here() -> None:
     heard: list[tuple[str, int, int]] = []

@@ -35,7 +35,6 @@ BUILDS = "tests.tools.user_builds"
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_equal_on_fragments_of_uneven_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
@@ -52,7 +51,6 @@ def test_equal_on_fragments_of_uneven_size(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 def test_equal_on_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
     """In processes that start as those of users do."""
     line = ["--steps", "3", "--layout", "ddp", "--depth", "1", "--missing-grads", "zero", "--json"]
@@ -74,7 +72,6 @@ def test_equal_on_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_a_plan_that_is_followed(tmp_path: Path) -> None:
     """And one for another model, which is not."""
@@ -97,7 +94,6 @@ def with_compiled_method() -> Any:
     return model, Method(model.parameters())
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.filterwarnings("ignore:Method compiles methods")
 def test_compiled_methods_run_as_written_on_both_sides() -> None:
@@ -105,7 +101,6 @@ def test_compiled_methods_run_as_written_on_both_sides() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_what_objects_of_their_own_keep_is_not_compared() -> None:
     """Their state is portable among ranks, but a plain optimizer keeps it elsewhere."""
@@ -121,7 +116,6 @@ def test_what_objects_of_their_own_keep_is_not_compared() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_a_planted_bug_is_found_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{BUILDS}:sabotaged", "--steps", "3", "--json", "--quiet"]) == 1
@@ -135,7 +129,6 @@ def test_a_planted_bug_is_found_and_named(capsys: pytest.CaptureFixture[str]) ->
     assert different[0]["max_relative"] > 1e-4
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_small_matrices_are_compared_with_owners_too(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks would compute them all; larger ones, for whose sake users verify, have owners."""
@@ -201,7 +194,6 @@ def test_the_losses_gradients_are_checked() -> None:
         gradients(built(f"{BUILDS}:sparse", 0), 0, 4)
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("build", "says"),
@@ -262,7 +254,6 @@ def shards(layout: Any) -> list[tuple[str, tuple[int, ...], str]]:
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("layout", "rank", "expected"),
     [
@@ -275,7 +266,6 @@ def test_layouts(layout: str, rank: int, expected: list[Any]) -> None:
     assert ranks.run(2, shards, layout)[rank] == expected
 
 
-@pytest.mark.ranks
 def test_the_layout_with_replicas() -> None:
     found = ranks.run(4, shards, "hsdp")
     assert found[0] == found[2]

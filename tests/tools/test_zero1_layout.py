@@ -12,7 +12,6 @@ from tests.harness.marks import full
 from tests.tools.user_builds import muon, muon_with_loss
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("build", [muon_with_loss, full(muon)], ids=lambda value: value.__name__)
 def test_equal_under_zero1(build: Any) -> None:

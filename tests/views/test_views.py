@@ -112,7 +112,6 @@ def load_on_ranks(saved: dict[str, Any]) -> list[str]:
     return both.different()
 
 
-@pytest.mark.ranks
 def test_whole_state_of_one_process_is_loaded_on_ranks() -> None:
     (saved,) = run(1, plain_state, group=False, after=alone("muon", BLOCK))
     assert run(2, load_on_ranks, saved, after=alone("muon", BLOCK)) == [[], []]
