@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from canzona_compile.compat.torch_private import lock_of_dynamo
-
 CallArguments = ParamSpec("CallArguments")
 Result = TypeVar("Result")
 Handler = Callable[[int, types.FrameType | None], Any]
@@ -89,6 +87,8 @@ def uninterrupted(function: Callable[CallArguments, Result]) -> Callable[CallArg
 
     @functools.wraps(function)
     def run(*args: CallArguments.args, **kwargs: CallArguments.kwargs) -> Result:
+        from canzona_compile.compat.torch_private import lock_of_dynamo  # late: importing the package loads no torch
+
         with lock_of_dynamo(), interrupts_later():
             return function(*args, **kwargs)
 
