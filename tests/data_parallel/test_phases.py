@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,49 +53,8 @@ REDUCTIONS = ("alltoall_base_",)  # over gloo, as all ranks of tests
 GATHERS = ("broadcast_",)  # one for each owner
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """What a rank counted in one steady iteration, and what its buckets are.
-
-    Attributes:
-        buckets: how many.
-        shared: those with parameters of several optimizers.
-        elements: of all parameters.
-        padding: elements that padding and alignment add.
-        started: the collectives that had started when the last gradient was complete.
-        backward, step, forward: the collectives of each phase.
-        reduced: bytes sent to reduce gradients.
-        gathered: bytes sent to gather parameters.
-        late: whether buckets were outstanding when the first module ran.
-        gradients: bytes of gradients that this rank holds after backward.
-        most_reduced: the most bytes of buckets and shards that this rank held during backward.
-        most_unreduced: the most bytes of gradients that were waiting for their bucket.
-        largest_bucket: bytes.
-        state: bytes of optimizer state that this rank holds.
-        whole_state: bytes of the whole state.
-    """
-
-    buckets: int
-    shared: int
-    elements: int
-    padding: int
-    started: int
-    backward: int
-    step: int
-    forward: int
-    reduced: int
-    gathered: int
-    late: bool
-    gradients: int
-    most_reduced: int
-    most_unreduced: int
-    largest_bucket: int
-    state: int
-    whole_state: int
-
-
-def measure(gather: str) -> Phases:
-    """Count a steady iteration."""
+def measure(gather: str) -> SimpleNamespace:
+    """What a rank counts in a steady iteration, and what its buckets are."""
     model: Any = Model()
     seen: list[int] = []
     late: list[bool] = []
@@ -130,24 +89,25 @@ def measure(gather: str) -> Phases:
     state = sum(bytes_of(v) for optimizer in optimizers for s in optimizer.state.values() for v in s.values())
     handle.synchronize()
     whole = sum(bytes_of(v) for o in optimizers for s in o.state_dict()["state"].values() for v in s.values())
-    return Phases(
-        len(engine.buckets),
-        sum(bool(held & matrices) and not held <= matrices for held in map(set, engine.gathering.filling.names)),
-        sum(b.elements for b in engine.buckets),
-        sum(b.padding for b in engine.buckets),
-        seen[-1] - counts[1],
-        counts[2] - counts[1],
-        counts[3] - counts[2],
-        counts[1] - counts[0],
-        sum(traffic.of(*REDUCTIONS)),
-        sum(traffic.of(*GATHERS)),
-        late[-1],
-        held,
-        max(reduced),
-        max(unreduced),
-        max(4 * b.starts[-1] for b in engine.buckets),
-        state,
-        whole,
+    return SimpleNamespace(
+        buckets=len(engine.buckets),
+        # those with parameters of several optimizers
+        shared=sum(bool(own & matrices) and not own <= matrices for own in map(set, engine.gathering.filling.names)),
+        elements=sum(b.elements for b in engine.buckets),
+        padding=sum(b.padding for b in engine.buckets),
+        started=seen[-1] - counts[1],  # collectives, when the last gradient was complete
+        backward=counts[2] - counts[1],  # collectives of each phase
+        step=counts[3] - counts[2],
+        forward=counts[1] - counts[0],
+        reduced=sum(traffic.of(*REDUCTIONS)),  # bytes sent
+        gathered=sum(traffic.of(*GATHERS)),
+        late=late[-1],  # whether buckets were outstanding when the first module ran
+        gradients=held,  # bytes that this rank holds after backward
+        most_reduced=max(reduced),  # bytes of buckets and shards during backward
+        most_unreduced=max(unreduced),  # bytes of gradients that were waiting for their bucket
+        largest_bucket=max(4 * b.starts[-1] for b in engine.buckets),
+        state=state,  # bytes that this rank holds
+        whole_state=whole,
     )
 
 
