@@ -8,6 +8,7 @@
 #   make test-torch TORCH=2.11.0              the core tests with another torch, in an environment of its own
 #   make test-clients                         peft, TRL, Lightning's Trainer and torchtitan, which it installs first
 #   make gpu-acceptance TORCH=torch           all that a GPU can show, first to last, in one page
+#   make test-megatron PYTHON=python3.12      Megatron-core's GPTs on CPU ranks, in an environment of its own
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
 
@@ -50,7 +51,7 @@ export OMP_NUM_THREADS := 1
 # Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch test-clients test-gpu mutants lint types docs bench bench-gpu gpu-acceptance clean
+.PHONY: demo test test-all test-torch test-clients test-megatron test-gpu mutants lint types docs bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -81,6 +82,15 @@ test-clients: $(VENV)/.clients
 	$(BIN)/python -m pytest -rs tests/clients/test_lightning.py tests/clients/test_peft.py tests/clients/test_torchtitan_package.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs tests/end_to_end/test_moe_models.py -m "not full" -k torchtitan $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs tests/docs/test_scripts.py -k test_a_framework $(PYTEST_ARGS)
+
+# emerging-optimizers needs Python 3.12. Without their dependencies, which are for GPUs.
+test-megatron:
+	@$(MAKE) --no-print-directory megatron VENV=.venv-megatron EXTRAS=page,test
+
+megatron: $(INSTALLED)
+	@$(PIP) --no-deps megatron-core==0.19.2 emerging-optimizers==0.3.0
+	@$(PIP) absl-py
+	$(BIN)/python -m pytest -rs tests/clients/test_megatron.py $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
 # tests are imported: others may need packages that a GPU machine lacks.

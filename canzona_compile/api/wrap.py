@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
@@ -80,6 +80,15 @@ def wrap(optimizer: Opt, *, model: nn.Module | None = None, **options: Unpack[Wr
         wrap_one(own, its)
     show(optimizer, members, chain)
     return optimizer
+
+
+def wrap_named(optimizer: Optimizer, names: Sequence[Sequence[str]], options: Mapping[str, Any]) -> None:
+    """Wrap an optimizer whose parameters have these names, for each parameter group, unless the groups name them."""
+    own = tuple(tuple(group) for group in names)
+    wanted = made_options("wrap", WrapOptions.__optional_keys__, options, names=own)
+    if not (is_wrapped(optimizer) and check_same(optimizer, wanted)):
+        check_wrappable(optimizer)
+    wrap_one(optimizer, wanted)
 
 
 def show(given: Any, members: Sequence[Any], chain: Chain | None) -> None:

@@ -1,0 +1,371 @@
+"""For Megatron-core: matrix optimizers that step whole matrices on every kind of its parallelism.
+
+from canzona_compile.integrations.megatron import get_megatron_optimizer
+optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="canzona_muon", lr=3e-4), model_chunks)
+
+Megatron builds everything: parameter groups, main parameters, its ZeRO-1, the chain of optimizers. Then the torch
+optimizers inside that step matrices are wrapped, in place. Written for megatron-core 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import optimizer as of_megatron
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
+from megatron.core.optimizer import emerging_optimizers as registry
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.optim import Optimizer
+
+from canzona_compile.api.wrap import wrap_named
+from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.split import Split
+from canzona_compile.optimizers import SOAP, Muon
+from canzona_compile.tensors import is_expert
+
+WHERE = "canzona_compile.integrations.megatron"
+OPTIONS_OF_MEGATRON = ("config_overrides", "use_gloo_process_groups", "pg_collection", "dump_param_to_param_group_map")
+ELEMENTWISE = ("adam", "sgd")
+
+
+# -- what users call -----------------------------------------------------------------------------------
+
+
+def register(
+    name: str, kind: type[Optimizer], arguments: Callable[[Any], Mapping[str, Any]] = lambda _config: {}
+) -> None:
+    """Let `OptimizerConfig(optimizer=name)` mean an optimizer class that was written for one device.
+
+    It gets the matrices. Embeddings, the output layer and what is no matrix go to Megatron's Adam, as beside its own
+    Muon.
+
+    Args:
+        arguments: makes arguments of the class of an `OptimizerConfig`, whose learning rate and weight decay the class
+            gets in any case.
+
+    Raises:
+        CanzonaError: it is no subclass of `torch.optim.Optimizer`.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise CanzonaError(f"{kind!r} is not a subclass of torch.optim.Optimizer", at=f"register({name!r})")
+
+    def made(config: Any, _chunks: Any, _groups: Any) -> dict[str, Any]:
+        return {"lr": config.lr, "weight_decay": config.weight_decay, **arguments(config)}
+
+    registry._EMERGING_OPTIMIZERS[name] = registry.EmergingOptimizerEntry(
+        optimizer_cls=kind, init_state_fn=make_state, config_to_kwargs=made
+    )
+
+
+def get_megatron_optimizer(config: Any, model_chunks: Sequence[nn.Module], *args: Any, **options: Any) -> Any:
+    """Make Megatron's optimizer, in which owner ranks step whole matrices. Call it in the place of Megatron's.
+
+    Args:
+        config: Megatron's `OptimizerConfig`. Its `optimizer` is "canzona_muon", "canzona_soap", a name that `register`
+            has got, or one of the package emerging-optimizers, such as "soap".
+        model_chunks: as for Megatron, like `args`.
+        options: keywords of Megatron's function, and options of `canzona_compile.wrap`, such as `capacity`.
+
+    Raises:
+        CanzonaError: there is no such optimizer; or as `wrap_inner`.
+    """
+    name = config.optimizer.removeprefix("dist_")
+    if name in ELEMENTWISE or name not in registry._EMERGING_OPTIMIZERS:
+        raise CanzonaError(
+            f"optimizer={config.optimizer!r} of the OptimizerConfig "
+            + ("steps no matrices" if name in ELEMENTWISE else "is not known"),
+            at=WHERE,
+            hint=f"one of {', '.join(sorted(registry._EMERGING_OPTIMIZERS))}; register(name, class) adds others",
+        )
+    given = {name: options.pop(name) for name in OPTIONS_OF_MEGATRON if name in options}
+    made = of_megatron.get_megatron_optimizer(config, model_chunks, *args, **given)
+    return wrap_inner(made, model_chunks, given.get("pg_collection"), **options)
+
+
+def wrap_inner(optimizer: Any, model_chunks: Sequence[nn.Module], pg_collection: Any = None, **options: Any) -> Any:
+    """Wrap the torch optimizers inside Megatron's that step matrices, where a framework has called Megatron already.
+
+    Args:
+        optimizer: what Megatron's `get_megatron_optimizer` has returned.
+        model_chunks: those that it was made of.
+        pg_collection: Megatron's process groups; None for those of its `parallel_state`.
+        options: of `canzona_compile.wrap`. What is sharded, fused or replicated follows from the model.
+
+    Returns:
+        The same object.
+
+    Raises:
+        CanzonaError: nothing inside steps matrices; Megatron divides them such that nobody can put them together; a
+            model chunk is missing, or the process groups are not those of the weights.
+    """
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    weights = Weights(model_chunks, groups)
+    kinds = {entry.optimizer_cls for entry in registry._EMERGING_OPTIMIZERS.values()}
+    found = [inner for inner in inner_optimizers(optimizer) if plain_class(inner.optimizer) in kinds]
+    if not found and not getattr(optimizer, "is_stub_optimizer", False):
+        raise CanzonaError("no optimizer inside of Megatron's steps matrices", at=WHERE)
+    for inner in found:
+        check(inner, model_chunks)
+        wrap_named(inner.optimizer, *weights.options_of(inner, options))
+        if inner.holder is not inner.optimizer:
+            inner.holder.init_state_fn = make_state
+            inner.holder.sharded_state_dict = partial(sharded_state_dict, inner.holder, weights)
+    return optimizer
+
+
+# -- what is inside ------------------------------------------------------------------------------------
+
+
+class Inner(NamedTuple):
+    """A torch optimizer inside Megatron's.
+
+    Attributes:
+        holder: Megatron's object around it.
+        layer_wise: whether it is in Megatron's ZeRO-1 for matrices.
+        sharded: whether that gave each rank of the data parallel groups parameters of its own.
+    """
+
+    optimizer: Any
+    holder: Any
+    layer_wise: bool
+    sharded: bool
+
+
+def inner_optimizers(optimizer: Any, layer_wise: bool = False, sharded: bool = False) -> Iterator[Inner]:
+    """Yield the torch optimizers inside Megatron's."""
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        layer_wise, sharded = True, optimizer.dp_cp_params_list is not None
+    if hasattr(optimizer, "chained_optimizers"):
+        for part in optimizer.chained_optimizers:
+            yield from inner_optimizers(part, layer_wise, sharded)
+    else:
+        yield Inner(getattr(optimizer, "optimizer", optimizer), optimizer, layer_wise, sharded)
+
+
+def check(inner: Inner, model_chunks: Sequence[nn.Module]) -> None:
+    """Refuse what would be stepped wrongly."""
+    configs = [config for chunk in model_chunks if (config := getattr(chunk, "ddp_config", None)) is not None]
+    if isinstance(inner.optimizer, registry.TensorParallelMuon):
+        raise CanzonaError(
+            f"{plain_class(inner.optimizer).__name__} of Megatron puts matrices together by itself",
+            at=WHERE,
+            hint='optimizer="canzona_muon" in the OptimizerConfig, or Megatron\'s own get_megatron_optimizer',
+        )
+    if any(config.use_megatron_fsdp for config in configs):
+        raise CanzonaError(
+            "Megatron-FSDP cuts matrices into flat shards",
+            at=WHERE,
+            hint="Megatron's DistributedDataParallel, with use_layer_wise_distributed_optimizer=True for ZeRO-1, or "
+            "torch's FSDP2 and canzona_compile.wrap",
+        )
+    if any(config.use_distributed_optimizer for config in configs) and not inner.layer_wise:
+        raise CanzonaError(
+            "with use_distributed_optimizer=True of the DistributedDataParallelConfig each rank has a part of the "
+            "gradients, which is cut without regard to matrices",
+            at=WHERE,
+            hint="use_layer_wise_distributed_optimizer=True in the OptimizerConfig, Megatron's ZeRO-1 for matrices",
+        )
+    if inner.layer_wise and inner.holder is inner.optimizer:
+        raise CanzonaError(
+            "Megatron's LayerWiseDistributedOptimizer steps main parameters, and in float32 there are none",
+            at=WHERE,
+            hint="bf16=True in the OptimizerConfig, or use_layer_wise_distributed_optimizer=False",
+        )
+
+
+class Weights:
+    """The parameters of a model, and which ranks have what of them.
+
+    Attributes:
+        named: name and parameter, by the identity of the parameter, and by that of its main parameter.
+    """
+
+    def __init__(self, model_chunks: Sequence[nn.Module], groups: Any) -> None:
+        self.groups = groups
+        self.named: dict[int, tuple[str, Any]] = {}
+        self._meshes: dict[Any, DeviceMesh] = {}
+        for i, chunk in enumerate(model_chunks):
+            size = getattr(getattr(chunk, "config", None), "tensor_model_parallel_size", groups.tp.size())
+            if size != groups.tp.size():
+                raise CanzonaError(
+                    f"the model is made for {size} tensor-parallel ranks, but the group has {groups.tp.size()}",
+                    at=WHERE,
+                    hint="pass the pg_collection= that the model was made with",
+                )
+            for name, param in chunk.named_parameters():
+                own = name.split("module.")[-1] if name.startswith("module.") else name
+                own = f"chunk{i}.{own}" if len(model_chunks) > 1 else own
+                self.named[id(param)] = self.named[id(getattr(param, "main_param", param))] = own, param
+
+    def ranks_of(self, param: Tensor) -> tuple[Any, Any]:
+        """The process groups that hold the fragments of a weight, and copies of it."""
+        own, expert = self.groups, is_expert(param)
+        return own.expt_tp if expert or getattr(param, "expert_tp", False) else own.tp, (
+            own.expt_dp if expert else own.dp_cp
+        )
+
+    def options_of(self, inner: Inner, given: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, Any]]:
+        """The names of the parameters of an optimizer, by group, and the options that it is wrapped with."""
+        names: list[tuple[str, ...]] = []
+        layout: dict[str, Any] = {}
+        split: dict[str, Split] = {}
+        copies: dict[Any, None] = {}
+        for number, group in enumerate(inner.optimizer.param_groups):
+            if unknown := next((p for p in group["params"] if id(p) not in self.named), None):
+                raise CanzonaError(
+                    f"a parameter of group {number}, of shape {list(unknown.shape)}, is in none of the model chunks",
+                    at=WHERE,
+                    hint="pass all model chunks that the optimizer was made of",
+                )
+            own = [self.named[id(param)] for param in group["params"]]
+            names.append(tuple(name for name, _ in own))
+            for name, param in own:
+                ranks, replicas = self.ranks_of(param)
+                copies[replicas] = None
+                layout[name] = self._sharding(param, ranks)
+                if (parts := fused(param, ranks.size())) is not None:
+                    split[name] = parts
+        several = [] if inner.sharded else [group for group in copies if group.size() > 1]
+        replicate = {"replicate": several[0]} if several else {}
+        return names, {"layout": layout, "split": split, **replicate, **given}
+
+    def _sharding(self, param: Any, ranks: Any) -> Any:
+        """How a weight is sharded, for `layout=`; None if it is whole."""
+        if ranks.size() == 1 or not getattr(param, "tensor_model_parallel", False):
+            return None
+        if ranks not in self._meshes:
+            self._meshes[ranks] = DeviceMesh.from_group(ranks, param.device.type, mesh_dim_names=("tp",))
+        return self._meshes[ranks], [Shard(param.partition_dim)]
+
+
+def fused(param: Any, ranks: int) -> Split | None:
+    """The matrices in a fused weight of which some ranks have fragments; None if it is one matrix."""
+    rows = param.shape[0] * ranks
+    if getattr(param, "is_qkv", False):
+        sizes = param.qkv_split_shapes
+        blocks = rows // sum(sizes)
+        parts = ("q", "k", "v") if len(sizes) == 3 else ("q", "gate", "k", "v")
+        return Split({part: blocks * size for part, size in zip(parts, sizes, strict=True)}, interleaved=blocks)
+    if getattr(param, "partition_stride", 1) == 2:
+        return Split({"gate": rows // 2, "up": rows // 2}, interleaved=ranks)
+    return None
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def make_state(optimizer: Any, _config: Any = None) -> None:
+    """Create the state of all parameters, as Megatron needs it before it loads: by a step that changes none of them.
+
+    All ranks that share matrices do this together.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if optimizer.state or not params:
+        return
+    before = [(param, param.grad) for param in params], [group["lr"] for group in optimizer.param_groups]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for param, grad in before[0]:
+        param.grad = grad
+    for group, lr in zip(optimizer.param_groups, before[1], strict=True):
+        group["lr"] = lr
+
+
+def sharded_state_dict(holder: Any, known: Weights, model: Any, is_loading: bool = False, **more: Any) -> Any:
+    """Describe the state for Megatron's dist_checkpointing. This takes the place of the method of `holder`.
+
+    Megatron's own takes each leaf for a fragment like the parameter's. Others, such as the factors of SOAP, are whole
+    on each rank; they are saved once, and load on any number of tensor-parallel ranks.
+    """
+    optimizer, apart = holder.optimizer, {}
+    if is_loading:
+        make_state(optimizer)
+    like = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    spread = spread_leaves(optimizer)
+
+    def fragments() -> Any:
+        """The state without what is no fragment."""
+        found = type(optimizer).state_dict(optimizer)
+        for i, state in found["state"].items():
+            own = {leaf for leaf, value in state.items() if is_fragment(leaf, value, like[i], spread)}
+            apart[i] = {leaf: value for leaf, value in state.items() if leaf not in own}
+            found["state"][i] = {leaf: value for leaf, value in state.items() if leaf in own}
+        return found
+
+    optimizer.state_dict = fragments
+    try:
+        made = type(holder).sharded_state_dict(holder, model, False, **more)
+    finally:
+        del optimizer.state_dict
+    main = getattr(holder, "float16_groups", None)
+    params = holder.get_parameters() if main is None else [p for group in main for p in group]
+    weights = get_param_id_to_sharded_param_map(model, iter(params))
+    states = made.get("optimizer", made)["state"]
+    for i, leaves in apart.items():
+        for leaf, value in leaves.items():
+            states[i][leaf] = whole_leaf(leaf, value, weights[i], known.ranks_of(known.named[id(like[i])][1]))
+    return made
+
+
+def spread_leaves(optimizer: Any) -> dict[int, set[str]]:
+    """The names of the leaves of the state that are laid out like the parameter, by its identity; empty before a step.
+
+    Of a fused parameter these are leaves that are laid out like all of its parts.
+    """
+    driver = optimizer.canzona.session.driver
+    found: dict[int, set[str]] = {}
+    for bound in () if driver is None else driver.plan.bound.values():
+        own = {leaf.name for leaf in bound.leaves if leaf.shape == bound.task.shape}
+        found[id(bound.origin)] = found.get(id(bound.origin), own) & own
+    return found
+
+
+def is_fragment(leaf: str, value: Any, param: Tensor, spread: Mapping[int, set[str]]) -> bool:
+    """Tell whether a leaf of the state is a fragment like its parameter."""
+    shaped = isinstance(value, Tensor) and value.shape == param.shape
+    return shaped and leaf in spread.get(id(param), {leaf})
+
+
+def whole_leaf(leaf: str, value: Any, weight: Any, groups: tuple[Any, Any]) -> ShardedObject:
+    """Describe a leaf of the state that is whole on each rank.
+
+    Args:
+        weight: Megatron's description of the weight, which may be one of several layers under one key.
+        groups: the ranks with fragments of the weight, and those with copies.
+    """
+    one: Any = next(nested_values(weight.build())) if isinstance(weight, ShardedTensorFactory) else weight
+    stacked, (tp, dp) = one.prepend_axis_num, groups
+    return ShardedObject(
+        f"optimizer.state.{leaf}.{weight.key}",
+        value,
+        one.global_shape[:stacked] or (1,),
+        one.global_offset[:stacked] or (0,),
+        (0, tp.rank(), dp.rank()),
+    )
+
+
+def of_muon(config: Any) -> dict[str, Any]:
+    """Make the arguments of `Muon`."""
+    return {
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "ns_steps": config.muon_num_ns_steps,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+
+
+register("canzona_muon", Muon, of_muon)
+register("canzona_soap", SOAP)

@@ -1,0 +1,83 @@
+"""Megatron-core's GPTs, trained by our optimizers inside Megatron's own: `make test-megatron` installs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.ranks import run
+
+WHY = "the packages megatron-core and emerging-optimizers are not installed"
+pytest.importorskip("megatron.core.optimizer.emerging_optimizers", reason=WHY, exc_type=ImportError)
+models = pytest.importorskip("tests.harness.megatron_models", reason=WHY, exc_type=ImportError)
+Case = models.Case
+
+TRAINED = {
+    "muon, copies": (2, Case()),
+    "muon, tp": (2, Case(tp=2)),
+    "muon, tp x dp": (4, Case(tp=2, clip=0.5)),
+    "soap of emerging-optimizers, tp": (2, Case(tp=2, optimizer="soap")),
+    "soap, tp, sequence, tied": (2, Case(tp=2, optimizer="canzona_soap", sequence=True, tied=True)),
+    "muon, tp, bf16, clipped": (2, Case(tp=2, bf16=True, clip=0.5)),
+    "muon, pipeline": (2, Case(pp=2)),
+    "muon, zero-1": (2, Case(bf16=True, layer_wise=True)),
+    "soap, zero-1 x tp": (4, Case(tp=2, bf16=True, layer_wise=True, optimizer="soap")),
+    "experts": (4, Case(tp=2, ep=2, experts=4, sequence=True)),
+    "experts, cut": (4, Case(tp=2, ep=2, experts=4, expert_tp=2, sequence=True)),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_weights_are_those_of_plain_optimizers_on_whole_matrices(name: str) -> None:
+    world, case = TRAINED[name]
+    found = run(world, models.trained, case)
+    assert all(different == [] for _, different in found)
+    assert all(compared for compared, _ in found)
+
+
+RESUMED = {
+    "muon, tp": (2, Case(tp=2)),
+    "soap, tp": (2, Case(tp=2, optimizer="canzona_soap")),
+    "soap, zero-1": (2, Case(bf16=True, layer_wise=True, optimizer="soap")),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_goes_on_with_equal_bits(name: str, tmp_path: Path) -> None:
+    world, case = RESUMED[name]
+    assert all(run(world, models.resumed, case, tmp_path / "saved"))
+
+
+def test_the_state_of_soap_loads_on_another_number_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    saved = run(2, models.saved, Case(tp=2, optimizer="canzona_soap"), tmp_path / "saved")[0]
+    loaded = run(2, models.loaded, Case(tp=1, optimizer="canzona_soap"), tmp_path / "saved")[0]
+    assert saved.keys() == loaded.keys()
+    assert [name for name in saved if not all(map(equal, saved[name], loaded[name]))] == []
+
+
+def equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+MISTAKES = {
+    "unknown": (Case(optimizer="muonn"), r"optimizer='muonn' .*is not known\n.*one of .*canzona_muon"),
+    "elementwise": (Case(optimizer="adam"), "optimizer='adam' .*steps no matrices"),
+    "muon of megatron": (Case(optimizer="muon"), "TensorParallelMuon of Megatron puts matrices together by itself"),
+    "zero-1 in float32": (Case(layer_wise=True), r"in float32 there are none\n.*bf16=True"),
+    "zero-1 of elements": (Case(zero1=True), r"a part of the gradients.*\n.*use_layer_wise_distributed_optimizer=True"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_cannot_be_stepped_is_refused(name: str) -> None:
+    case, text = MISTAKES[name]
+    assert [told for told in run(2, models.refused, case) if not re.search(text, told)] == []
+
+
+def test_other_weights_and_other_groups_are_refused() -> None:
+    for told in run(2, models.wrong_calls):
+        assert told == ["is in none of the model chunks", "made for 2 tensor-parallel ranks, but the group has 1"]
