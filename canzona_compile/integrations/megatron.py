@@ -221,7 +221,8 @@ class Weights:
         split: dict[str, Split] = {}
         copies: dict[Any, None] = {}
         for number, group in enumerate(inner.optimizer.param_groups):
-            if unknown := next((p for p in group["params"] if id(p) not in self.named), None):
+            unknown = next((p for p in group["params"] if id(p) not in self.named), None)
+            if unknown is not None:
                 raise CanzonaError(
                     f"a parameter of group {number}, of shape {list(unknown.shape)}, is in none of the model chunks",
                     at=WHERE,

@@ -295,7 +295,7 @@ def whole_state(training: Training) -> dict[str, Any]:
         states = own.state_dict()["state"]
         for i, (param, name, like) in enumerate(beside.weights):
             for leaf, value in states[i].items():
-                shaped = isinstance(value, Tensor) and value.shape == param.shape
+                shaped = isinstance(value, Tensor) and value.shape == param.shape and "." not in leaf
                 found[f"{name}.{leaf}"] = beside.matrices(value, like) if shaped else [value]
     return found
 
