@@ -22,12 +22,7 @@ LONG = (
     "test_trainer",
     "test_random_traps",
 )
-# What starts ranks.
-STARTERS = {
-    ("tests.harness.ranks", "run"),
-    ("tests.harness.training", "on_ranks"),
-    ("tests.harness.mistakes", "Mistakes"),
-}
+STARTERS = ("run", "on_ranks", "Mistakes")  # of tests/harness: files that import one of them start ranks
 COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # all tests, before any is deselected
 
 
@@ -49,20 +44,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     work = Counter(
         item.path
         for item in items
-        if isinstance(item, pytest.Function) and not item.get_closest_marker("full") and starts_ranks(item.function)
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("full") and starts_ranks(item.module)
     )
     items.sort(key=lambda item: (-work[item.path], item.path.stem not in LONG))
 
 
-def starts_ranks(function: Any) -> bool:
-    """Does a function start ranks, itself or by another one of its file?"""
-    home = function.__globals__
-    for one in (home[name] for name in function.__code__.co_names if name in home):
-        if (getattr(one, "__module__", ""), getattr(one, "__name__", type(one).__name__)) in STARTERS:
-            return True
-        if one is not function and getattr(one, "__globals__", None) is home and starts_ranks(one):
-            return True
-    return False
+def starts_ranks(module: Any) -> bool:
+    """Does a file of tests start ranks?"""
+    found = (getattr(module, name, None) for name in STARTERS)
+    return any(getattr(one, "__module__", "").startswith("tests.harness.") for one in found)
 
 
 @pytest.hookimpl(wrapper=True)

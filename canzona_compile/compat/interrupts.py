@@ -14,7 +14,7 @@ import signal
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -78,6 +78,14 @@ def interrupted_here() -> None:
         _interrupts.act(handler)
 
 
+@functools.cache  # steps of every kind take it
+def one_thread() -> AbstractContextManager[bool]:
+    """Get the lock of Dynamo."""
+    from canzona_compile.compat.torch_private import lock_of_dynamo  # late: importing the package loads no torch
+
+    return lock_of_dynamo()
+
+
 def uninterrupted(function: Callable[CallArguments, Result]) -> Callable[CallArguments, Result]:
     """Run a function inside of `interrupts_later`, in one thread at a time. This is a decorator.
 
@@ -87,9 +95,7 @@ def uninterrupted(function: Callable[CallArguments, Result]) -> Callable[CallArg
 
     @functools.wraps(function)
     def run(*args: CallArguments.args, **kwargs: CallArguments.kwargs) -> Result:
-        from canzona_compile.compat.torch_private import lock_of_dynamo  # late: importing the package loads no torch
-
-        with lock_of_dynamo(), interrupts_later():
+        with one_thread(), interrupts_later():
             return function(*args, **kwargs)
 
     return run

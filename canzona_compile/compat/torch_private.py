@@ -215,7 +215,6 @@ def set_in_dynamo(**settings: Any) -> contextlib.AbstractContextManager[Any]:
     return context  # type: ignore[no-any-return]
 
 
-@functools.cache
 def lock_of_dynamo() -> contextlib.AbstractContextManager[bool]:
     """Get the lock that every trace of Dynamo holds, and `torch._dynamo.reset`. A thread may take it again."""
     from torch._dynamo.convert_frame import compile_lock

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from canzona_compile.api.wrap import wrap_named
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.split import Split
 from canzona_compile.optimizers import SOAP, Muon
 from canzona_compile.tensors import is_expert
@@ -77,16 +78,9 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[nn.Module], *args
         options: keywords of Megatron's function, and options of `canzona_compile.wrap`, such as `capacity`.
 
     Raises:
-        CanzonaError: there is no such optimizer; or as `wrap_inner`.
+        CanzonaError: as `wrap_inner`.
     """
-    name = config.optimizer.removeprefix("dist_")
-    if name in ELEMENTWISE or name not in registry._EMERGING_OPTIMIZERS:
-        raise CanzonaError(
-            f"optimizer={config.optimizer!r} of the OptimizerConfig "
-            + ("steps no matrices" if name in ELEMENTWISE else "is not known"),
-            at=WHERE,
-            hint=f"one of {', '.join(sorted(registry._EMERGING_OPTIMIZERS))}; register(name, class) adds others",
-        )
+    check_name(config.optimizer)
     given = {name: options.pop(name) for name in OPTIONS_OF_MEGATRON if name in options}
     made = of_megatron.get_megatron_optimizer(config, model_chunks, *args, **given)
     return wrap_inner(made, model_chunks, given.get("pg_collection"), **options)
@@ -105,16 +99,16 @@ def wrap_inner(optimizer: Any, model_chunks: Sequence[nn.Module], pg_collection:
         The same object.
 
     Raises:
-        CanzonaError: nothing inside steps matrices; Megatron divides them such that nobody can put them together; a
-            model chunk is missing, or the process groups are not those of the weights.
+        CanzonaError: the config's optimizer is not known or steps no matrices; Megatron divides them such that nobody
+            can put them together; a model chunk is missing, or the process groups are not those of the weights.
     """
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    weights = Weights(model_chunks, groups)
+    if (config := getattr(optimizer, "config", None)) is not None:  # else this rank has nothing to train
+        check_name(config.optimizer)
+    weights = Weights(model_chunks, pg_collection or ProcessGroupCollection.use_mpu_process_groups())
     kinds = {entry.optimizer_cls for entry in registry._EMERGING_OPTIMIZERS.values()}
-    found = [inner for inner in inner_optimizers(optimizer) if plain_class(inner.optimizer) in kinds]
-    if not found and not getattr(optimizer, "is_stub_optimizer", False):
-        raise CanzonaError("no optimizer inside of Megatron's steps matrices", at=WHERE)
-    for inner in found:
+    for inner in inner_optimizers(optimizer):
+        if plain_class(inner.optimizer) not in kinds:
+            continue
         check(inner, model_chunks)
         wrap_named(inner.optimizer, *weights.options_of(inner, options))
         if inner.holder is not inner.optimizer:
@@ -150,6 +144,18 @@ def inner_optimizers(optimizer: Any, layer_wise: bool = False, sharded: bool = F
             yield from inner_optimizers(part, layer_wise, sharded)
     else:
         yield Inner(getattr(optimizer, "optimizer", optimizer), optimizer, layer_wise, sharded)
+
+
+def check_name(given: str) -> None:
+    """Refuse what no matrix optimizer is known for. Megatron's older names begin with `dist_`."""
+    name = given.removeprefix("dist_")
+    if name in ELEMENTWISE or name not in registry._EMERGING_OPTIMIZERS:
+        raise CanzonaError(
+            f"optimizer={given!r} of the OptimizerConfig "
+            + ("steps no matrices" if name in ELEMENTWISE else "is not known"),
+            at=WHERE,
+            hint=f"one of {', '.join(sorted(registry._EMERGING_OPTIMIZERS))}; register(name, class) adds others",
+        )
 
 
 def check(inner: Inner, model_chunks: Sequence[nn.Module]) -> None:
@@ -188,11 +194,13 @@ class Weights:
 
     Attributes:
         named: name and parameter, by the identity of the parameter, and by that of its main parameter.
+        whole: see `whole_leaves`; loaded state has no plan that says this anew.
     """
 
     def __init__(self, model_chunks: Sequence[nn.Module], groups: Any) -> None:
         self.groups = groups
         self.named: dict[int, tuple[str, Any]] = {}
+        self.whole: dict[int, set[str]] = {}
         self._meshes: dict[Any, DeviceMesh] = {}
         for i, chunk in enumerate(model_chunks):
             size = getattr(getattr(chunk, "config", None), "tensor_model_parallel_size", groups.tp.size())
@@ -202,9 +210,8 @@ class Weights:
                     at=WHERE,
                     hint="pass the pg_collection= that the model was made with",
                 )
-            for name, param in chunk.named_parameters():
-                own = name.split("module.")[-1] if name.startswith("module.") else name
-                own = f"chunk{i}.{own}" if len(model_chunks) > 1 else own
+            for name, param in canonical_params(chunk).items():
+                own = f"chunk{i}.{name}" if len(model_chunks) > 1 else name
                 self.named[id(param)] = self.named[id(getattr(param, "main_param", param))] = own, param
 
     def ranks_of(self, param: Tensor) -> tuple[Any, Any]:
@@ -219,7 +226,7 @@ class Weights:
         names: list[tuple[str, ...]] = []
         layout: dict[str, Any] = {}
         split: dict[str, Split] = {}
-        copies: dict[Any, None] = {}
+        copies: dict[Any, str] = {}  # a weight of each group
         for number, group in enumerate(inner.optimizer.param_groups):
             unknown = next((p for p in group["params"] if id(p) not in self.named), None)
             if unknown is not None:
@@ -232,12 +239,18 @@ class Weights:
             names.append(tuple(name for name, _ in own))
             for name, param in own:
                 ranks, replicas = self.ranks_of(param)
-                copies[replicas] = None
+                copies[replicas] = name
                 layout[name] = self._sharding(param, ranks)
                 if (parts := fused(param, ranks.size())) is not None:
                     split[name] = parts
-        several = [] if inner.sharded else [group for group in copies if group.size() > 1]
-        replicate = {"replicate": several[0]} if several else {}
+        several = {} if inner.sharded or all(group.size() == 1 for group in copies) else copies
+        if len(several) > 1:
+            raise CanzonaError(
+                f"one optimizer steps {' and '.join(several.values())}, which different ranks hold copies of",
+                at=WHERE,
+                hint="Megatron's ZeRO-1 for matrices, use_layer_wise_distributed_optimizer=True in the OptimizerConfig",
+            )
+        replicate = {"replicate": next(iter(several))} if several else {}
         return names, {"layout": layout, "split": split, **replicate, **given}
 
     def _sharding(self, param: Any, ranks: Any) -> Any:
@@ -278,11 +291,13 @@ def make_state(optimizer: Any, _config: Any = None) -> None:
         param.grad = torch.zeros_like(param)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    optimizer.step()
-    for param, grad in before[0]:
-        param.grad = grad
-    for group, lr in zip(optimizer.param_groups, before[1], strict=True):
-        group["lr"] = lr
+    try:
+        optimizer.step()
+    finally:
+        for param, grad in before[0]:
+            param.grad = grad
+        for group, lr in zip(optimizer.param_groups, before[1], strict=True):
+            group["lr"] = lr
 
 
 def sharded_state_dict(holder: Any, known: Weights, model: Any, is_loading: bool = False, **more: Any) -> Any:
@@ -295,13 +310,23 @@ def sharded_state_dict(holder: Any, known: Weights, model: Any, is_loading: bool
     if is_loading:
         make_state(optimizer)
     like = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    spread = spread_leaves(optimizer)
+    known.whole |= whole_leaves(optimizer)
+    if optimizer.state and not known.whole.keys() >= {id(param) for param in like.values()}:
+        raise CanzonaError(
+            "this state was loaded otherwise than by dist_checkpointing, and nothing says yet what of it is whole",
+            at=f"{WHERE}, sharded_state_dict",
+            hint="save after a step",
+        )
+
+    def is_fragment(leaf: str, value: Any, param: Tensor) -> bool:
+        shaped = isinstance(value, Tensor) and value.shape == param.shape
+        return shaped and known.whole[id(param)].isdisjoint({leaf, leaf.partition(".")[0]})
 
     def fragments() -> Any:
         """The state without what is no fragment."""
         found = type(optimizer).state_dict(optimizer)
         for i, state in found["state"].items():
-            own = {leaf for leaf, value in state.items() if is_fragment(leaf, value, like[i], spread)}
+            own = {leaf for leaf, value in state.items() if is_fragment(leaf, value, like[i])}
             apart[i] = {leaf: value for leaf, value in state.items() if leaf not in own}
             found["state"][i] = {leaf: value for leaf, value in state.items() if leaf in own}
         return found
@@ -321,23 +346,20 @@ def sharded_state_dict(holder: Any, known: Weights, model: Any, is_loading: bool
     return made
 
 
-def spread_leaves(optimizer: Any) -> dict[int, set[str]]:
-    """The names of the leaves of the state that are laid out like the parameter, by its identity; empty before a step.
+def whole_leaves(optimizer: Any) -> dict[int, set[str]]:
+    """Names of leaves of the state that are not laid out like their parameter, by its identity; none before a plan.
 
-    Of a fused parameter these are leaves that are laid out like all of its parts.
+    Parts of a fused parameter have leaves named after them ("q.left"), of which the set has the part.
     """
     driver = optimizer.canzona.session.driver
     found: dict[int, set[str]] = {}
     for bound in () if driver is None else driver.plan.bound.values():
-        own = {leaf.name for leaf in bound.leaves if leaf.shape == bound.task.shape}
-        found[id(bound.origin)] = found.get(id(bound.origin), own) & own
+        own = found.setdefault(id(bound.origin), set())
+        if bound.division is None:
+            own |= {leaf.name for leaf in bound.leaves if leaf.shape != bound.task.shape}
+        else:
+            own.add(bound.task.name.rpartition("[")[2].rstrip("]"))
     return found
-
-
-def is_fragment(leaf: str, value: Any, param: Tensor, spread: Mapping[int, set[str]]) -> bool:
-    """Tell whether a leaf of the state is a fragment like its parameter."""
-    shaped = isinstance(value, Tensor) and value.shape == param.shape
-    return shaped and leaf in spread.get(id(param), {leaf})
 
 
 def whole_leaf(leaf: str, value: Any, weight: Any, groups: tuple[Any, Any]) -> ShardedObject:

@@ -33,8 +33,14 @@ LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.r
 
 # These read their arguments, and write none of them.
 READS = (
-    *(program_ops.compact, program_ops.stack, program_ops.spread, storage.fetch),
-    *(program_ops.join, program_ops.matrices, program_ops.for_each, program_ops.divide),
+    program_ops.compact,
+    program_ops.divide,
+    program_ops.for_each,
+    program_ops.join,
+    program_ops.matrices,
+    program_ops.spread,
+    program_ops.stack,
+    storage.fetch,
 )
 
 Resource = Hashable  # a leaf of a task, a computed value, or a `SlotRange`

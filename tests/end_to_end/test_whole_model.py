@@ -83,10 +83,13 @@ def train(layout: str, steps: int = 4, line: str = "muon_adamw") -> dict[str, An
     pair = beside(layout, line)
     (made,) = pair.optimizers
     before = [whole(p).clone() for p in pair.model.parameters()]
-    pair.train(*range(steps))
+    found: list[str] = []
+    for step in range(steps):
+        pair.train(step)
+        found += [f"step {step}: {what}" for what in pair.different()]
     params = zip(pair.plain.named_parameters(), pair.model.parameters(), before, strict=True)
     return {
-        "different": pair.different(),
+        "different": found,
         "still": [name for (name, _), p, value in params if torch.equal(value, whole(p))],
         "matrices": set(made.optimizers[0].param_groups[0]["param_names"]),
         "tasks": {task.name for task in made.canzona.report().tasks},

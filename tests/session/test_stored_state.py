@@ -201,8 +201,11 @@ def test_one_text_for_a_chain(layout: str) -> None:
     assert run(2, chained, "int8", layout) == [[], []]
 
 
-def begun(state: Any) -> Any:
-    """A state dict of whole tensors after three steps, in between of which it is loaded here, and the parameters."""
+def begun(state: Any, after: Any) -> Any:
+    """A state dict of whole tensors after three steps, in between of which it is loaded here, and the parameters.
+
+    What ranks hold of it goes into another storage as well.
+    """
     pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=state, captures_anew=True)
     canzona_compile.round_state(pair.plain, state)
     pair.go(2)
@@ -212,18 +215,20 @@ def begun(state: Any) -> Any:
     saved = pair.wrapped.state_dict()
     assert all(value.dtype == FLOAT for value in torch.utils._pytree.tree_leaves(saved["state"]))
     held = torch.utils._pytree.tree_map_only(Tensor, full_tensor, saved)
-    return held, [full_tensor(param).detach() for param in params_of(pair.wrapped)]
+    values = [full_tensor(param).detach() for param in params_of(pair.wrapped)]
+    assert resumed(held, values, after, saved) == []
+    return held, values
 
 
-def resumed(held: Any, values: list[Tensor], after: Any) -> list[str]:
-    """What differs after two more steps on these ranks, on another storage or none."""
+def resumed(held: Any, values: list[Tensor], after: Any, fragments: Any = None) -> list[str]:
+    """What differs after two more steps on these ranks, on another storage or none, of `fragments` if given."""
     pair = Pair(MAKERS["muon"], SHAPES, Case("fsdp", (dist.get_world_size(),)), state=after, captures_anew=True)
     with torch.no_grad():
         for i, (whole, own, value) in enumerate(zip(params_of(pair.plain), pair.laid.params, values, strict=True)):
             whole.copy_(value)
             own.copy_(pair.laid.like_param(value, i))
     pair.plain.load_state_dict(copy.deepcopy(held))
-    pair.wrapped.load_state_dict(copy.deepcopy(held))
+    pair.wrapped.load_state_dict(copy.deepcopy(fragments or held))
     rules = rules_of(after)
     if rules is not None:
         rounding(pair.plain, rules)()  # what is loaded is stored, too
@@ -246,7 +251,7 @@ def resumed(held: Any, values: list[Tensor], after: Any) -> list[str]:
 def test_a_checkpoint_goes_into_any_storage_on_any_number_of_ranks(
     before: int, state: Any, other: int, after: Any
 ) -> None:
-    held, values = run(before, begun, state)[0]
+    held, values = run(before, begun, state, after)[0]
     assert run(other, resumed, held, values, after) == [[]] * other
 
 
