@@ -27,6 +27,9 @@ TRAINED = {
     "muon, pipeline": (2, Case(pp=2)),
     "muon, zero-1": (2, Case(bf16=True, layer_wise=True)),
     "soap, zero-1 x tp": (4, Case(tp=2, bf16=True, layer_wise=True, optimizer="soap")),
+    "muon, zero-1 x tp, our owners": (4, Case(tp=2, bf16=True, layer_wise=True, scattered=True, clip=0.5)),
+    "soap of megatron-lm": (2, Case(tp=2, optimizer="soap", megatron_lm=True)),
+    "muon of megatron-lm, zero-1": (2, Case(bf16=True, layer_wise=True, optimizer="muon", megatron_lm=True)),
     "experts": (4, Case(tp=2, ep=2, experts=4, sequence=True)),
     "experts, cut": (4, Case(tp=2, ep=2, experts=4, expert_tp=2, sequence=True)),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 import canzona_compile
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
-from canzona_compile.integrations import megatron
+from canzona_compile.integrations import megatron, megatron_layout, megatron_lm
 from tests.harness.megatron_cpu import install
 
 LENGTH, VOCABULARY, BATCH, MICRO_BATCHES = 16, 64, 2, 2
@@ -55,6 +56,8 @@ class Case:
     tied: bool = False
     sequence: bool = False
     gate: bool = False
+    scattered: bool = False  # each rank gets the gradients of what it owns, by our layout
+    megatron_lm: bool = False  # made as `megatron.training` makes it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +79,6 @@ class Training:
         )
         torch.manual_seed(seed)
         self.case, self.config = case, config_of(case)
-        self.model = self._model()
         self.settings = OptimizerConfig(
             optimizer=case.optimizer,
             lr=1e-2,
@@ -87,7 +89,9 @@ class Training:
             clip_grad=case.clip,
             use_layer_wise_distributed_optimizer=case.layer_wise,
         )
-        self.optimizer = megatron.get_megatron_optimizer(self.settings, [self.model])
+        self.model = self._model()
+        make = megatron_lm.training if case.megatron_lm else megatron
+        self.optimizer = make.get_megatron_optimizer(self.settings, [self.model])
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=2e-3,
@@ -115,8 +119,18 @@ class Training:
             share_embeddings_and_output_weights=case.tied,
         )
         model = Float16Module(self.config, model) if case.bf16 else model
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=case.zero1)
-        return DistributedDataParallel(self.config, settings, model)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=case.zero1 or case.scattered
+        )
+        if case.megatron_lm:
+            megatron_lm.enable()
+            megatron_lm.training.get_args = lambda: self.settings  # of which Megatron-LM makes its OptimizerConfig
+            (made,) = megatron_lm.training.wrap_model_chunks_with_ddp(
+                [model], self.config, settings, use_layer_wise_distributed_optimizer=case.layer_wise
+            )
+            return made
+        layout = megatron_layout.param_layouts(self.settings, [model], settings, [0])[0] if case.scattered else None
+        return DistributedDataParallel(self.config, settings, model, full_param_layout=layout)
 
     @property
     def bare(self) -> Any:
@@ -238,11 +252,9 @@ class Beside:
             {"params": [m for p in group["params"] for m in self.whole[id(p)]], "weight_decay": group["weight_decay"]}
             for group in own.param_groups
         ]
-        entry = emerging_optimizers._EMERGING_OPTIMIZERS[training.case.optimizer]
-        make = entry.config_to_kwargs or (
-            lambda *given: emerging_optimizers._default_adam_based_eopt_config_to_kwargs(
-                training.case.optimizer, *given
-            )
+        name = megatron_lm.OURS.get(training.case.optimizer, training.case.optimizer)
+        make = emerging_optimizers._EMERGING_OPTIMIZERS[name].config_to_kwargs or partial(
+            emerging_optimizers._default_adam_based_eopt_config_to_kwargs, name
         )
         arguments = make(training.settings, [training.model], self.groups)
         self.plain = plain_class(own)(groups, **arguments) if self.weights else None
