@@ -151,7 +151,7 @@ def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
     if kind.recorder is None:
         return False
     spec = ParameterSpec((2 * WHOLE_VECTORS,), bound.param.dtype, kind.grad_dtype, bound.param.device)
-    group = capture.optimizer.param_groups[bound.param_group]
+    group = capture.optimizer.param_groups[bound.task.param_group]
     try:
         part = capture.kind_of(ParamExample(group, spec, f"elements of {bound.task.name}"))
     except CanzonaError:

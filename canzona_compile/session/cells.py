@@ -45,7 +45,7 @@ class Cells:
         before = self.store.eager_state(task)
         state = before if bound.kind.recorder is not None else self.store.unstored(task, before)
         drew = watched(param.device)
-        new = step_alone(self.store.optimizer, self.store.optimizer.param_groups[bound.param_group], own, state)
+        new = step_alone(self.store.optimizer, self.store.optimizer.param_groups[bound.task.param_group], own, state)
         if drew():
             self._check_draws(task)
         if state is not before:
@@ -107,7 +107,7 @@ class Cells:
 
     def _made(self, task: Task, bound: BoundParam, values: Tensor | None = None) -> OwnObject:
         assert bound.kind.maker is not None
-        group = self.store.optimizer.param_groups[bound.param_group]
+        group = self.store.optimizer.param_groups[bound.task.param_group]
         return OwnObject(bound.kind.maker, task.name, self._spec(task, bound), self.store.optimizer, group, values)
 
     def _step_object(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Cells:
         if own is None:  # it is the first step, or the user cleared the state
             own = self._made(self.plan.owned.task(task), bound, param)
             self.store.optimizer.state[bound.param] = {OWN_OBJECT: own}
-        own.follow(self.store.optimizer.param_groups[bound.param_group], self.store.optimizer)
+        own.follow(self.store.optimizer.param_groups[bound.task.param_group], self.store.optimizer)
         return own.step(param, grad)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.nodes import interpreted_template
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.options import Options, capacity_within
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
@@ -23,9 +23,10 @@ from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.passes.stagger import Stagger, stagger
 from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.views.entries import cut_along_experts
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
-from canzona_compile.views.view import ParamView, State
+from canzona_compile.views.view import ParamView
 
 # -- what is bound ----------------------------------------------------------------------------------
 
@@ -36,19 +37,26 @@ class BoundParam:
 
     Attributes:
         param: what a step sees: the parameter itself, or what the last of its views shows.
-        kind: its captured code and the leaves of its state.
+        spec: what the optimizer's code can see of it, or of this rank's entries if the task is theirs.
         stand_in: shows the optimizer's parameter if that is a plain fragment; None otherwise.
         division: shows the fused parameter that it is a piece of; None for a whole parameter.
+        code: see `kind`; None until it is captured, as the template of the task is empty until then.
         rehearsed: the optimizer's parameter whose state this one has under ZeRO-1, where `param` is a double of it.
     """
 
     param: Tensor
-    param_group: int
     task: Task
-    kind: ParamKind
+    spec: ParameterSpec
     stand_in: FragmentView | None = None
     division: PiecesView | None = None
+    code: ParamKind | None = None
     rehearsed: Tensor | None = None
+
+    @property
+    def kind(self) -> ParamKind:
+        """Its captured code and the leaves of its state."""
+        assert self.code is not None
+        return self.code
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -70,50 +78,29 @@ class BoundParam:
         """The optimizer's own parameter."""
         return next((view.source for view in self.views), self.param)
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Described:
-    """All that binding finds out about one matrix. What comes after reads it here and not from the parameter.
-
-    Attributes:
-        pieces: the matrices that it consists of, if it is a fused parameter.
-        strided: raised if ranks would have to put its fragments together; None if they can.
-        state: its portable state; None or empty if it has none.
-        layout_of_entries: finds the layout of this rank's entries, if it is a stack that is cut between its matrices.
-    """
-
-    name: str
-    group: int
-    param: Tensor
-    stand_in: FragmentView | None
-    layout: Layout
-    spec: ParameterSpec
-    state: State | None = None
-    division: PiecesView | None = None
-    pieces: tuple[Described, ...] = ()
-    strided: CanzonaError | None = None
-    layout_of_entries: Callable[[], Layout] | None = None
-
     @property
-    def fused(self) -> PiecesView | None:
-        """Shows its pieces; None if it is not a fused parameter."""
-        return next((piece.division for piece in self.pieces), None)
+    def stacked(self) -> bool:
+        """Whether it is a stack that is cut between its matrices, so that each rank holds entries of it."""
+        whole = self.param if self.division is None else self.division.source
+        return cut_along_experts(whole) and (self.division is None or self.division.keeps_entries)
 
-    def shown_by(self, view: PiecesView) -> tuple[Described, ...]:
-        """Describe the pieces of it that a view shows."""
+    def stepped_by(self, kind: ParamKind) -> BoundParam:
+        """Bind it to its code."""
+        return replace(self, task=replace(self.task, template=kind.template.name), code=kind)
+
+    def entries_at(self, layout: Layout) -> BoundParam:
+        """Bind this rank's entries of it alone, which have this layout."""
+        spec = replace(self.spec, shape=layout.shape, part=True)
+        return replace(self, task=replace(self.task, layout=layout), spec=spec)
+
+    def shown_by(self, view: PiecesView) -> tuple[BoundParam, ...]:
+        """Bind the pieces of it that a view shows, each to a task of its own."""
         found = []
-        for part, param in zip(view.shown, view.params, strict=True):
-            layout, entries = view.layout_of(part, self.layout), self.layout_of_entries
-            piece = replace(
-                self,
-                name=part.name,
-                param=param,
-                division=view,
-                layout=layout,
-                spec=replace(self.spec, shape=layout.shape),
-                layout_of_entries=None if entries is None else view.layout_of_entries(part, entries),
-            )
-            found.append(piece)
+        for i, (part, param) in enumerate(zip(view.shown, view.params, strict=True)):
+            layout = view.layout_of(part.name, self.task.layout)
+            task = replace(self.task, name=part.name, index=self.task.index + i, layout=layout)
+            spec = replace(self.spec, shape=layout.shape)
+            found.append(replace(self, param=param, task=task, spec=spec, division=view))
         return tuple(found)
 
 
