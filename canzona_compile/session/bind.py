@@ -6,7 +6,7 @@ They are bound at the first step and no earlier, because frameworks replace para
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.own_object import is_portable, saved_shapes
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, UnsupportedOptimizer
-from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
+from canzona_compile.ir.layout import Box, Grid, Layout, Ranks, Shape, dtensor_layout, local_layout, replicated_layout
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.split import Split, check_patterns, chosen
 from canzona_compile.ir.step import Task
@@ -52,11 +52,16 @@ NARROWED = "its bits depend on where an element lies, and its graph computes num
 class Binder:
     """Makes the tasks of an optimizer on this rank.
 
+    Args:
+        num_stacks: how many stacks some ranks share, and no others; None to count those of the optimizer.
+
     Attributes:
         replicas: the global ranks of `replicate=`, ascending; empty without it.
     """
 
-    def __init__(self, optimizer: Optimizer, options: Options, capture: Capture) -> None:
+    def __init__(
+        self, optimizer: Optimizer, options: Options, capture: Capture, num_stacks: Mapping[Ranks, int] | None = None
+    ) -> None:
         self.optimizer, self.options, self.capture = optimizer, options, capture
         self.rank = dist.get_rank() if distributed() else 0
         self.replicas, self._group = replica_ranks(options.replicate), group_of(options.replicate)
@@ -64,7 +69,7 @@ class Binder:
         self._layouts: dict[Any, Layout] = {}  # by form of DTensor
         self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
         self._named = named_params(optimizer, options.names, options.prefix)
-        self._num_stacks: dict[tuple[int, ...], int] = {}  # by the ranks that share them
+        self._num_stacks = dict(num_stacks or {})
         self._known = KnownFragments({}, {}, {})
 
     def exchanged(self) -> Binder:
@@ -133,7 +138,9 @@ class Binder:
         shared, ranges = self._ranges(own) if own.stand_in is None and by_rows else (own, [])
         if split is None and not ranges:
             return ()
-        box = own.task.layout.boxes[own.task.layout.grid.find(self.rank)[1]]
+        box = Box.whole(own.task.shape)
+        if isinstance(own.param, DTensor):
+            box = own.task.layout.boxes[own.task.layout.grid.find(self.rank)[1]]
         view = PiecesView(own.task.name, own.param, split, box, ranges)
         view.show()
         return (shared if ranges else own).shown_by(view)
@@ -149,8 +156,8 @@ class Binder:
         if own.stacked:
             own = own.entries_at(self._layout(own.param, None, 1))
         like = ParamExample(self.optimizer.param_groups[own.task.param_group], own.spec, own.task.name)
-        layout = own.task.layout
-        return own, ranges(self.capture, like, layout, self._sharing(layout), self.options.capacity)
+        owners, number = own.task.layout.grid.size, self._sharing(own.task.layout)
+        return own, ranges(self.capture, like, owners, number, self.options.capacity)
 
     def _sharing(self, layout: Layout) -> int:
         """How many stacks the ranks of a layout share, and no others: all of these ranks count the same."""
@@ -310,7 +317,7 @@ class Binder:
         param, kind = bound.param, bound.kind
         if isinstance(param, DTensor) and (reason := self._missing_rule(bound.task.param_group, param)):
             return reason
-        machine = machine_of([param], self.options.hardware)
+        machine = machine_of([bound.spec.device], self.options.hardware)
         narrowed = (narrowed_on_owner(template, machine, bound.task.layout) for template in kind.templates.values())
         return NARROWED if self.options.numerics == "exact" and not kind.by_dispatch and any(narrowed) else ""
 

@@ -19,6 +19,7 @@ from canzona_compile.ir.options import Options, capacity_within
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Leaf, Placed, Step, Task, Template
 from canzona_compile.ir.storage import StateRules, Storage
+from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.passes.stagger import Stagger, stagger
@@ -121,8 +122,6 @@ class Plan:
         elementwise: the parameters that the optimizer's own step updates, each rank on its own fragments.
         known: the names of all templates, those of further variants included.
         stagger: which tasks do their periodic work earlier, and the predicted effect.
-        views: what shows parameters of the optimizer as those that are in `bound`, each after the view that shows its
-            source.
         history: the record of the passes from CAPTURED to OWNED.
         rules: how users want state to be stored; None for as it is.
     """
@@ -133,9 +132,13 @@ class Plan:
     elementwise: tuple[BoundParam, ...]
     known: frozenset[str]
     stagger: Stagger
-    views: tuple[ParamView, ...]
     history: PassHistory
     rules: StateRules | None = None
+
+    @cached_property
+    def views(self) -> tuple[ParamView, ...]:
+        """What shows parameters of the optimizer as those in `bound`, each after the view that shows its source."""
+        return tuple(dict.fromkeys(view for b in self.bound.values() for view in b.views))
 
     def placed(self, task: str) -> Placed:
         """Return the placed template of a task."""
@@ -182,13 +185,13 @@ def taking(owned: Step, assignment: Iterable[tuple[str, int, Sequence[str]]]) ->
     return replace(owned, tasks=tuple(tasks))
 
 
-def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) -> Machine:
-    """Describe the machine that parameters lie on.
+def machine_of(devices: Iterable[torch.device], rates: Hardware | None = None) -> Machine:
+    """Describe the machine with the devices of parameters.
 
     Args:
         rates: the rates of the hardware; None takes those that are assumed for the kind of device.
     """
-    kinds = sorted({p.device.type for p in params})
+    kinds = sorted({device.type for device in devices})
     device = kinds[0] if kinds else "cpu"
     backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
     return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1, rates)
@@ -197,7 +200,7 @@ def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) ->
 def captured_step(bound: Sequence[BoundParam], optimizer: str, options: Options) -> Step:
     """Make the CAPTURED step of bound parameters."""
     templates = {t.name: t for b in bound for t in b.kind.templates.values()}
-    machine = machine_of((b.param for b in bound), options.hardware)
+    machine = machine_of((b.spec.device for b in bound), options.hardware)
     return Step(Form.CAPTURED, optimizer, machine, tuple(templates.values()), tuple(b.task for b in bound))
 
 
@@ -238,18 +241,21 @@ def make_plan(
     owned, history = run(captured, planning_passes(options, owned_as, complete), observers)
     by_name = {b.task.name: b for b in bound}
     check_pieces(bound, owned)
-    variant_periods = {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}
     return Plan(
         by_name,
         owned,
         first_steps(owned, by_name),
         tuple(b for b in bound if owned.find(b.task.name) is None),
         frozenset(t.name for t in captured.templates),
-        stagger(owned, variant_periods),
-        views_of(bound),
+        stagger(owned, variant_periods(bound)),
         history,
         options.state,
     )
+
+
+def variant_periods(bound: Iterable[BoundParam]) -> dict[str, VariantPeriod]:
+    """By task, how its code continues from step to step, where that is known."""
+    return {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}
 
 
 def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
@@ -265,11 +271,6 @@ def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
                 at=b.task.name,
                 hint="split the parameter into parts that the optimizer updates in the same way",
             )
-
-
-def views_of(bound: Iterable[BoundParam]) -> tuple[ParamView, ...]:
-    """The views of parameters that are bound, each once, after the view that shows its source."""
-    return tuple(dict.fromkeys(view for b in bound for view in b.views))
 
 
 def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
