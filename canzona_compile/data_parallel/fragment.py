@@ -54,12 +54,7 @@ class Fragment:
             self.sharding = Sharding(param.device_mesh, tuple(param.placements))
         self._address = self._local().data_ptr()
         self.view: ParamView = SlicesView(self.name, param, slices) if self.division is None else self.division
-        by_name = {part.name: part for part in self.view.parts}
-        self.parts = (
-            {s.key: by_name[s.name] for s in slices}
-            if self.division
-            else {s.key: part for s, part in zip(slices, self.view.parts, strict=True)}
-        )
+        self.parts = {own.key: part for own, part in zip(slices, self.view.parts, strict=True)}
         self.owned = tuple(part for part in slices if part.owner == rank)
         self.view.show([self.parts[part.key] for part in self.owned])
 

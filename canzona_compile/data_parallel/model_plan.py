@@ -19,7 +19,7 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.ir.storage import no_codes
 from canzona_compile.passes import planning_passes, zero1_passes
-from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
+from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
@@ -150,7 +150,7 @@ def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
     kind = bound.kind
     if kind.recorder is None:
         return False
-    spec = ParameterSpec((2 * WHOLE_VECTORS,), bound.param.dtype, kind.grad_dtype, bound.param.device)
+    spec = replace(bound.spec, shape=(2 * WHOLE_VECTORS,), marks=())
     group = capture.optimizer.param_groups[bound.task.param_group]
     try:
         part = capture.kind_of(ParamExample(group, spec, f"elements of {bound.task.name}"))

@@ -282,13 +282,11 @@ def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
     templates: dict[str, Template] = {}
     tasks: list[Task] = []
     for task in owned.tasks:
-        placed, kind = owned.placed_of(task), bound[task.name].kind
+        placed, own = owned.placed_of(task), bound[task.name]
         name = f"{placed.name}_first"
         if name not in templates:
-            device = bound[task.name].param.device
-            spec = ParameterSpec(task.shape, kind.template.dtype, kind.grad_dtype, device)
-            leaves = with_storage(bound[task.name].leaves, placed)
-            made = interpreted_template(name, spec, "first step: creates the state", leaves)
+            leaves = with_storage(own.leaves, placed)
+            made = interpreted_template(name, own.spec, "first step: creates the state", leaves)
             templates[name] = replace(made, resident=placed.resident)
         tasks.append(Task(task.name, task.index, task.param_group, name, task.layout))
     first = Step(Form.CAPTURED, owned.optimizer, owned.machine, tuple(templates.values()), tuple(tasks))
