@@ -88,10 +88,9 @@ def plan_model(
     options = sessions[0].options
     for own in sessions:
         bare = Binder(own.optimizer, replace(own.options, replicate=group), own.capture).exchanged().bind()
-        # The stand-in of a piece may be a copy of its rows, which is not needed here.
-        light = [
-            b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
-        ]
+        for view in (b.division for b in bare if b.division is not None):
+            view.show(())  # what stands for a piece may be a copy of its rows, which is not needed here
+        light = [b if b.division is None else replace(b, param=b.division.source) for b in bare]
         found = [b for b in light if b.origin.requires_grad]
         if unknown := [b.name for b in found if b.name not in order]:
             raise CanzonaError(

@@ -63,10 +63,6 @@ class PiecesView(ParamView):
         found = Elements.at(self.split.dim, entries_in(box, rows, self.split.dim), source.device)
         return replace(found, inside=own)
 
-    def bare(self) -> PiecesView:
-        """The same view, which shows nothing and so holds no copies."""
-        return PiecesView(self.name, self.source, self.split, self.box, self.ranges)
-
     @property
     def keeps_entries(self) -> bool:
         """Whether a rank that holds some entries of a stack holds the same ones of each part.
