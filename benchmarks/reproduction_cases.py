@@ -20,7 +20,7 @@ from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.configs import module_of, presets
 from canzona_compile.tools.planning.figures import Alternative
 from canzona_compile.tools.planning.mesh import parse_mesh
-from canzona_compile.tools.planning.offline import captured_step, optimizer_of
+from canzona_compile.tools.planning.offline import captured_model, optimizer_of
 from canzona_compile.tools.planning.plan import machine_of, model_of
 from canzona_compile.tools.planning.weights import SPLITS, arranged
 from static_start import planning_by
@@ -147,7 +147,7 @@ def captured(setting: Setting, split: str) -> Step:
     """The step of Muon for a model."""
     mesh = parse_mesh(setting.mesh)
     model = model_of(setting.model, split)
-    return captured_step(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh)).step
+    return captured_model(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh)).step
 
 
 @dataclass(frozen=True, slots=True)

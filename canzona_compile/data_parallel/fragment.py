@@ -20,8 +20,7 @@ from canzona_compile.ir.sharding import Sharding
 from canzona_compile.session.params import of_odd_class
 from canzona_compile.session.plan import BoundParam
 from canzona_compile.tensors import any_attributes, local_part, plain_attributes
-from canzona_compile.views.fragment import FragmentView
-from canzona_compile.views.pieces import PiecesView, SlicesView
+from canzona_compile.views.pieces import SlicesView
 from canzona_compile.views.view import ParamView
 
 
@@ -41,29 +40,21 @@ class Fragment:
             shaped like the fragment.
     """
 
-    def __init__(
-        self,
-        name: str,
-        param: nn.Parameter,
-        slices: Sequence[BucketSlice],
-        rank: int,
-        stand_in: FragmentView | None = None,
-        division: PiecesView | None = None,
-    ) -> None:
-        """Find what this rank owns; `rank` is its position among the data-parallel ranks."""
-        self.name, self.param, self.slices = name, param, tuple(slices)
-        self.stand_in, self.division = stand_in, division
-        self.sharding = None if stand_in is None else stand_in.tiling.sharding
+    def __init__(self, bound: BoundParam, param: nn.Parameter, slices: Sequence[BucketSlice], rank: int) -> None:
+        """Find what this rank owns.
+
+        Args:
+            bound: the parameter, or a piece of it, as it is planned for the model.
+            rank: the position of this rank among the data-parallel ones.
+        """
+        self.name, self.param, self.slices = bound.name, param, tuple(slices)
+        self.stand_in, self.division = bound.stand_in, bound.division
+        self.sharding = None if self.stand_in is None else self.stand_in.tiling.sharding
         if isinstance(param, DTensor):
             self.sharding = Sharding(param.device_mesh, tuple(param.placements))
         self._address = self._local().data_ptr()
-        self.view: ParamView = SlicesView(name, param, slices) if division is None else division
-        by_name = {part.name: part for part in self.view.parts}
-        self.parts = (
-            {s.key: by_name[s.name] for s in slices}
-            if division
-            else {s.key: part for s, part in zip(slices, self.view.parts, strict=True)}
-        )
+        self.view: ParamView = SlicesView(self.name, param, slices) if self.division is None else self.division
+        self.parts = {own.key: part for own, part in zip(slices, self.view.parts, strict=True)}
         self.owned = tuple(part for part in slices if part.owner == rank)
         self.view.show([self.parts[part.key] for part in self.owned])
 
@@ -190,7 +181,7 @@ class Filling:
         for name, param in params.items():
             own = by_param[name]
             parts = [part for b in own for part in slices[b.task.name]]
-            fragments[name] = Fragment(name, param, parts, rank, own[0].stand_in, own[0].division)
+            fragments[name] = Fragment(own[0], param, parts, rank)
         return cls(fragments, plan.step.buckets)
 
     def holder(self, part: BucketSlice) -> Fragment:

@@ -19,7 +19,7 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.ir.storage import no_codes
 from canzona_compile.passes import planning_passes, zero1_passes
-from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
+from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
@@ -88,10 +88,9 @@ def plan_model(
     options = sessions[0].options
     for own in sessions:
         bare = Binder(own.optimizer, replace(own.options, replicate=group), own.capture).exchanged().bind()
-        # The stand-in of a piece may be a copy of its rows, which is not needed here.
-        light = [
-            b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
-        ]
+        for view in (b.division for b in bare if b.division is not None):
+            view.show(())  # what stands for a piece may be a copy of its rows, which is not needed here
+        light = [b if b.division is None else replace(b, param=b.division.source) for b in bare]
         found = [b for b in light if b.origin.requires_grad]
         if unknown := [b.name for b in found if b.name not in order]:
             raise CanzonaError(
@@ -150,8 +149,8 @@ def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
     kind = bound.kind
     if kind.recorder is None:
         return False
-    spec = ParameterSpec((2 * WHOLE_VECTORS,), bound.param.dtype, kind.grad_dtype, bound.param.device)
-    group = capture.optimizer.param_groups[bound.param_group]
+    spec = replace(bound.spec, shape=(2 * WHOLE_VECTORS,), marks=())
+    group = capture.optimizer.param_groups[bound.task.param_group]
     try:
         part = capture.kind_of(ParamExample(group, spec, f"elements of {bound.task.name}"))
     except CanzonaError:

@@ -20,9 +20,9 @@ from canzona_compile.ir.layout import Ranks
 from canzona_compile.runtime.agreement import Agreement
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.waiter import Waiter
-from canzona_compile.session.bind import Binder, at_parameter, bound_to
+from canzona_compile.session.bind import Binder, at_parameter
 from canzona_compile.session.checkpoints import is_dummy_step
-from canzona_compile.session.plan import BoundParam, Described, Plan, make_plan
+from canzona_compile.session.plan import BoundParam, Plan, make_plan
 from canzona_compile.session.planning import PlannedSession
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring, whole_leaf
@@ -55,7 +55,7 @@ class OwnerSession(Session):
         super().__init__(planned.optimizer, planned.options, capture=planned.capture)
         self._engine: Zero1 = weakref.proxy(engine)  # which holds this session
         self._model_plan, self._bound = model_plan, bound
-        self.member = engine.join(self.optimizer, {b.name: b.param_group for b in bound.values()})
+        self.member = engine.join(self.optimizer, {b.name: b.task.param_group for b in bound.values()})
         self.fragments = tuple(engine.fragments[name] for name in self.member.group_of)
         self._whole = whole
         self._loaded = 0  # how often whole state was loaded
@@ -157,30 +157,25 @@ class OwnerSession(Session):
         return make_plan(bound, self.optimizer_name, self.options, self.observers, self._model_plan.step)
 
     def _bind(self, fragment: Fragment, binder: Binder) -> Iterator[BoundParam]:
-        pieces: tuple[Described, ...] = ()
+        division, stand_in = fragment.division, fragment.stand_in
+        pieces: tuple[BoundParam, ...] = ()
         for at, (part, double) in enumerate(zip(fragment.owned, fragment.doubles, strict=True)):
-            known = self._bound[part.name]
-            state = self.optimizer.state.get(double) or None
-            if fragment.division is not None:
+            known = self._bound[part.name].task
+            index, group = known.index, known.param_group
+            if division is not None:
                 if not pieces:
-                    source = fragment.division.source if known.stand_in is None else known.stand_in.source
-                    fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
-                    pieces = fused.shown_by(fragment.division)
-                piece = replace(pieces[at], state=state)
+                    source = division.source if stand_in is None else stand_in.source
+                    pieces = binder.describe(index, fragment.name, group, source, stand_in).shown_by(division)
+                bound = binder.captured(pieces[at], self.optimizer.state.get(double))
                 # The plan treats the double like any other parameter.
-                own = replace(piece, division=None, stand_in=None)
-                yield bound_to(known.task.index, own, *binder.layout_and_kind(piece))
+                yield replace(bound, task=replace(bound.task, index=index), division=None, stand_in=None)
                 continue
-            if not fragment.cut:
-                stand_in = None if known.stand_in is None else known.stand_in.of(double)
-                with at_parameter(fragment.name):
-                    described = binder.describe(fragment.name, known.param_group, double, stand_in)
-                    found = binder.bind_one(known.task.index, binder.divide(described))
-                yield from (replace(b, rehearsed=None if stand_in else fragment.param) for b in found)
-                continue
-            name = f"{fragment.name}[{part.start}:{part.stop}]"
-            described = replace(binder.describe(name, known.param_group, double), state=state)
-            yield replace(binder.bind_whole(known.task.index, described), rehearsed=fragment.param)
+            name = f"{fragment.name}[{part.start}:{part.stop}]" if fragment.cut else fragment.name
+            view = None if stand_in is None or fragment.cut else stand_in.of(double)
+            with at_parameter(fragment.name):
+                own = binder.describe(index, name, group, double, view)
+                bound = binder.bind_whole(own, binder.state_of(own))
+            yield replace(bound, rehearsed=None if view else fragment.param)
 
     # -- state -----------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Audit:
         param = whole_copy(values, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
         state = self.store.portable(task)
         whole = {key: pytree.tree_map(lambda leaf: self._whole_leaf(task, leaf), value) for key, value in state.items()}
-        group = self.store.optimizer.param_groups[bound.param_group]
+        group = self.store.optimizer.param_groups[bound.task.param_group]
         return Expected(task, step_alone(self.store.optimizer, group, param, whole))
 
     def _whole(self, task: Task, leaf: str, value: Tensor) -> Tensor:

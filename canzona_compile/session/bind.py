@@ -6,9 +6,8 @@ They are bound at the first step and no earlier, because frameworks replace para
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,14 +24,14 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.own_object import is_portable, saved_shapes
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, UnsupportedOptimizer
-from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
+from canzona_compile.ir.layout import Box, Grid, Layout, Ranks, Shape, dtensor_layout, local_layout, replicated_layout
 from canzona_compile.ir.options import Options
-from canzona_compile.ir.split import check_patterns, chosen
+from canzona_compile.ir.split import Split, check_patterns, chosen
 from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.params import check_disjoint, flat_shards, named_params, of_odd_class
-from canzona_compile.session.plan import BoundParam, Described, machine_of
+from canzona_compile.session.plan import BoundParam, machine_of
 from canzona_compile.session.stacks import kind_of, ranges
 from canzona_compile.session.state import check_gathers
 from canzona_compile.views.entries import (
@@ -53,11 +52,16 @@ NARROWED = "its bits depend on where an element lies, and its graph computes num
 class Binder:
     """Makes the tasks of an optimizer on this rank.
 
+    Args:
+        num_stacks: how many stacks some ranks share, and no others; None to count those of the optimizer.
+
     Attributes:
         replicas: the global ranks of `replicate=`, ascending; empty without it.
     """
 
-    def __init__(self, optimizer: Optimizer, options: Options, capture: Capture) -> None:
+    def __init__(
+        self, optimizer: Optimizer, options: Options, capture: Capture, num_stacks: Mapping[Ranks, int] | None = None
+    ) -> None:
         self.optimizer, self.options, self.capture = optimizer, options, capture
         self.rank = dist.get_rank() if distributed() else 0
         self.replicas, self._group = replica_ranks(options.replicate), group_of(options.replicate)
@@ -65,7 +69,7 @@ class Binder:
         self._layouts: dict[Any, Layout] = {}  # by form of DTensor
         self._kinds: dict[Any, ParamKind] = {}  # by kind of parameter that has no state
         self._named = named_params(optimizer, options.names, options.prefix)
-        self._num_stacks: dict[tuple[int, ...], int] = {}  # by the ranks that share them
+        self._num_stacks = dict(num_stacks or {})
         self._known = KnownFragments({}, {}, {})
 
     def exchanged(self) -> Binder:
@@ -105,14 +109,16 @@ class Binder:
                 tell(f"capturing the step of {own[0]}", number, len(kinds))
             try:
                 with at_parameter(own[0]):
-                    found += self.bind_one(len(found), self.divide(self.describe(*own)))
+                    found += self.bind_one(self.describe(len(found), *own))
             except CanzonaError as error:
                 if refused is None:
                     raise
                 refused[own[0]] = error
         return found
 
-    def describe(self, name: str, group: int, param: Tensor, view: FragmentView | None = None) -> Described:
+    def describe(
+        self, index: int, name: str, group: int, param: Tensor, view: FragmentView | None = None
+    ) -> BoundParam:
         """Find out all about a parameter that does not depend on the optimizer's code, after the exchange."""
         if param.is_complex():
             raise UnsupportedOptimizer(
@@ -123,42 +129,35 @@ class Binder:
             raise self._known.refused[name]
         view = view or self._known.views.get(name)
         shown = param if view is None else view.param
-        laid = partial(self._layout, shown, view)
-        layout = laid()
-        spec = ParameterSpec.of(param, layout.shape)
-        entries = partial(laid, 1) if cut_along_experts(shown) else None
-        return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)
+        layout = self._layout(shown, view)
+        return BoundParam(shown, Task(name, index, group, "", layout), ParameterSpec.of(param, layout.shape), view)
 
-    def divide(self, own: Described) -> Described:
-        """Find out how a parameter is divided, by `split=` or among owners, and whether its fragments fit together."""
-        split = chosen(self.options.split, own.name, own.layout.shape)
-        odd = of_odd_class(own.name, own.param, "its update needs the whole matrix as one plain tensor")
-        strided = odd if own.stand_in is None else own.stand_in.strided(split)
-        by_rows = split is None or split.dim >= self._dims(own.group, own.layout.shape)  # not between matrices
-        shared, ranges = (own, []) if strided or own.stand_in is not None or not by_rows else self._ranges(own)
-        if strided or (split is None and not ranges):
-            return replace(own, strided=strided)
-        box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
-        view = PiecesView(own.name, own.param, split, box, ranges)
+    def _pieces(self, own: BoundParam, split: Split | None) -> tuple[BoundParam, ...]:
+        """Divide a parameter by `split=` or among owners; none if it stays whole."""
+        by_rows = split is None or split.dim >= self._dims(own.task.param_group, own.task.shape)  # not between matrices
+        shared, ranges = self._ranges(own) if own.stand_in is None and by_rows else (own, [])
+        if split is None and not ranges:
+            return ()
+        box = Box.whole(own.task.shape)
+        if isinstance(own.param, DTensor):
+            box = own.task.layout.boxes[own.task.layout.grid.find(self.rank)[1]]
+        view = PiecesView(own.task.name, own.param, split, box, ranges)
         view.show()
-        return replace(own, pieces=(shared if ranges else own).shown_by(view))
+        return (shared if ranges else own).shown_by(view)
 
-    def _ranges(self, own: Described) -> tuple[Described, list[tuple[int, int]]]:
+    def _ranges(self, own: BoundParam) -> tuple[BoundParam, list[tuple[int, int]]]:
         """Divide a stack among its owners, see `stacks.ranges`.
 
         Returns:
             What is divided, which may be this rank's entries of the stack, as a stack of their own; and the ranges.
         """
-        if not self._dims(own.group, own.layout.shape):
+        if not self._dims(own.task.param_group, own.task.shape) or (own.stacked and self.replicas):
             return own, []
-        if own.layout_of_entries is not None and not self.replicas:
-            layout = own.layout_of_entries()
-            spec = replace(own.spec, shape=layout.shape, part=True)
-            own = replace(own, layout=layout, spec=spec, layout_of_entries=None)
-        if own.layout_of_entries is not None:
-            return own, []
-        like = ParamExample(self.optimizer.param_groups[own.group], own.spec, own.name)
-        return own, ranges(self.capture, like, own.layout, self._sharing(own.layout), self.options.capacity)
+        if own.stacked:
+            own = own.entries_at(self._layout(own.param, None, 1))
+        like = ParamExample(self.optimizer.param_groups[own.task.param_group], own.spec, own.task.name)
+        owners, number = own.task.layout.grid.size, self._sharing(own.task.layout)
+        return own, ranges(self.capture, like, owners, number, self.options.capacity)
 
     def _sharing(self, layout: Layout) -> int:
         """How many stacks the ranks of a layout share, and no others: all of these ranks count the same."""
@@ -202,44 +201,46 @@ class Binder:
 
     # -- its code ------------------------------------------------------------------------------------
 
-    def bind_one(self, index: int, own: Described) -> list[BoundParam]:
-        """Bind one parameter: capture the code that steps it."""
-        own = replace(own, state=self._state(own))
-        if own.fused is None:
-            return [self.bind_whole(index, own)]
-        states = own.fused.state_in(own.state or {})
-        pieces = [replace(piece, state=state) for piece, state in zip(own.pieces, states, strict=True)]
-        bound = [bound_to(index + i, piece, *self.layout_and_kind(piece)) for i, piece in enumerate(pieces)]
+    def bind_one(self, own: BoundParam) -> list[BoundParam]:
+        """Bind one parameter: see how it is divided, and capture the code that steps it."""
+        split = chosen(self.options.split, own.task.name, own.task.shape)
+        odd = of_odd_class(own.task.name, own.param, "its update needs the whole matrix as one plain tensor")
+        strided = odd if own.stand_in is None else own.stand_in.strided(split)
+        pieces = () if strided else self._pieces(own, split)
+        division = next((piece.division for piece in pieces), None)
+        state = self.state_of(own, division)
+        if division is None:
+            return [self.bind_whole(own, state, strided)]
+        states = division.state_in(state or {})
+        bound = [self.captured(piece, state) for piece, state in zip(pieces, states, strict=True)]
         if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
             return bound
-        whole = self.bind_whole(index, own)  # elementwise work gives the same on the whole and on pieces
+        whole = self.bind_whole(own, state)  # elementwise work gives the same on the whole and on pieces
         return [whole] if all(same_but_sizes(whole.kind, b.kind) for b in bound) else self.by_piece(own, bound)
 
-    def by_piece(self, own: Described, bound: Sequence[BoundParam]) -> list[BoundParam]:
+    def by_piece(self, own: BoundParam, bound: Sequence[BoundParam]) -> list[BoundParam]:
         """Let owners step pieces whose update is elementwise, but depends on their sizes."""
         why = "its elementwise work depends on the sizes of the pieces, which have no fragments of their own"
-        kinds = [self.capture.interpreted(replace(own.spec, shape=b.task.shape), why) for b in bound]
-        return [
-            replace(b, kind=kind, task=replace(b.task, template=kind.template.name))
-            for b, kind in zip(bound, kinds, strict=True)
-        ]
+        return [b.stepped_by(self.capture.interpreted(replace(own.spec, shape=b.task.shape), why)) for b in bound]
 
-    def bind_whole(self, index: int, own: Described) -> BoundParam:
-        """Bind a parameter, or a slice of one, that is not a fused parameter to its optimizer."""
-        layout, kind = self.layout_and_kind(own)
-        local = elementwise(kind)
-        if local and (reason := self._why_eager(own, layout, kind)):
-            entries = self._entries(own, kind)
-            layout = layout if entries is None else entries[0]
-            spec = replace(own.spec, shape=layout.shape, part=entries is not None)
-            kind, local = self.capture.interpreted(spec, reason), False
-        if own.strided and not local:
-            raise own.strided
+    def bind_whole(self, own: BoundParam, state: State | None, strided: CanzonaError | None = None) -> BoundParam:
+        """Bind a parameter, or a slice of one, that is not a fused parameter to its optimizer.
+
+        Args:
+            strided: raised if ranks would have to put its fragments together; None if they can.
+        """
+        bound = self.captured(own, state)
+        local = elementwise(bound.kind)
+        if local and (reason := self._why_eager(bound)):
+            own = self._entries(own, bound.kind, state) or own
+            bound, local = own.stepped_by(self.capture.interpreted(own.spec, reason)), False
+        if strided and not local:
+            raise strided
         if not local:
-            check_gathers(layout, own.state or {})
-        return bound_to(index, own, layout, kind)
+            check_gathers(bound.task.layout, state or {})
+        return bound
 
-    def _state(self, own: Described) -> State | None:
+    def state_of(self, own: BoundParam, division: PiecesView | None = None) -> State | None:
         """The portable state of a parameter; of a plain fragment with DTensors as leaves."""
         view = own.stand_in
         if view is None:
@@ -248,74 +249,76 @@ class Binder:
         if not state:
             return None
         found = view.lookalikes(state)
-        if own.fused is not None:
-            view.whole_leaves = own.fused.own_leaves(found)
+        if division is not None:
+            view.whole_leaves = division.own_leaves(found)
         elif found:
             shapes = self._shapes_in(own, state)
-            whole = {leaf for leaf in found if shapes.get(leaf, own.layout.shape) != own.layout.shape}
+            whole = {leaf for leaf in found if shapes.get(leaf, own.task.shape) != own.task.shape}
             view.whole_leaves = frozenset(whole)
         return view.state_in(state)[0]
 
-    def _shapes_in(self, own: Described, state: State) -> dict[str, Shape]:
+    def _shapes_in(self, own: BoundParam, state: State) -> dict[str, Shape]:
         """The whole shapes of the leaves of a state, by name, as far as the optimizer's code tells them."""
-        _, kind = self.layout_and_kind(own)
+        kind = self.captured(own, None).kind
         if kind.maker is not None and is_portable(state):
             return saved_shapes(state)
         if kind.recorder is not None:
-            return {leaf.name: leaf.shape for leaf in kind.leaves(own.layout.shape)}
-        group = self.optimizer.param_groups[own.group]
+            return {leaf.name: leaf.shape for leaf in kind.leaves(own.task.shape)}
+        group = self.optimizer.param_groups[own.task.param_group]
         made = state_after_a_step(self.optimizer, group, own.spec)
         return {leaf: tuple(value.shape) for leaf, value in made.items()}
 
-    def layout_and_kind(self, own: Described) -> tuple[Layout, ParamKind]:
-        """Find the layout and the kind of a matrix, with its state.
+    def captured(self, own: BoundParam, state: State | None) -> BoundParam:
+        """Bind a matrix with such portable state to its code.
 
-        If it is a stack of independent matrices whose first dimension is sharded, the result describes this rank's
-        entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
+        If it is a stack of independent matrices whose first dimension is sharded, the result is this rank's entries of
+        the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
         """
-        kind = self._captured(own)
-        entries = None if elementwise(kind) else self._entries(own, kind)
-        return entries or (own.layout, kind)
+        kind = self._kind_of(own, state)
+        entries = None if elementwise(kind) else self._entries(own, kind, state)
+        return entries or own.stepped_by(kind)
 
-    def _entries(self, own: Described, kind: ParamKind) -> tuple[Layout, ParamKind] | None:
-        """Find the layout and the kind of this rank's entries of a stack; None unless all ranks update their own."""
-        if own.layout_of_entries is None:
+    def _entries(self, own: BoundParam, kind: ParamKind, state: State | None) -> BoundParam | None:
+        """Bind this rank's entries of a stack of a kind; None unless all ranks update their own."""
+        if not own.stacked:
             return None
-        whole = own.layout.shape
-        numbers = sorted({box.size[0] for box in own.layout.boxes})  # of entries, on all ranks
-        of_each = self._dims(own.group, whole) and not kind.template.interpreted
+        whole = own.task.shape
+        numbers = sorted({box.size[0] for box in own.task.layout.boxes})  # of entries, on all ranks
+        of_each = self._dims(own.task.param_group, whole) and not kind.template.interpreted
         if numbers == [whole[0]] or not (of_each or independent(kind)):
             return None
-        layout = own.layout_of_entries()
+        division = own.division
+        layout = self._layout(own.param if division is None else division.source, own.stand_in, 1)
+        if division is not None:
+            layout = division.layout_of(own.task.name, layout)
         if not layout.shape[0] and layout.grid.shards == 1:  # it is empty: it needs no owner, and no replica sends it
             layout = replace(layout, grid=Grid(((self.rank,),)))
         parts: dict[int, ParamKind] = {}
         for number in numbers:
-            spec = replace(own.spec, shape=(number, *whole[1:]), part=True)
-            state = state_of_entries(own.state, whole[0], number)
-            parts[number] = self._captured(replace(own, spec=spec, state=state))
+            part = replace(own, spec=replace(own.spec, shape=(number, *whole[1:]), part=True))
+            parts[number] = self._kind_of(part, state_of_entries(state, whole[0], number))
             if not same_but_sizes(kind, parts[number]):
                 return None
-        return layout, parts[layout.shape[0]]
+        return own.entries_at(layout).stepped_by(parts[layout.shape[0]])
 
-    def _captured(self, own: Described) -> ParamKind:
+    def _kind_of(self, own: BoundParam, state: State | None) -> ParamKind:
         """Find the kind of a parameter: without state once for all that are equal, as all take the same step then."""
-        key = (own.group, own.spec)
-        known = None if own.state else self._kinds.get(key)
+        key = (own.task.param_group, own.spec)
+        known = None if state else self._kinds.get(key)
         if known is None or all(known is not kind for kind in self.capture.kinds.values()):
-            group = self.optimizer.param_groups[own.group]
-            like = ParamExample(group, own.spec, own.name, own.state or None)
-            known = kind_of(self.capture, like)
-            if not own.state:
+            group = self.optimizer.param_groups[own.task.param_group]
+            known = kind_of(self.capture, ParamExample(group, own.spec, own.task.name, state or None))
+            if not state:
                 self._kinds[key] = known
         return known
 
-    def _why_eager(self, own: Described, layout: Layout, kind: ParamKind) -> str:
+    def _why_eager(self, bound: BoundParam) -> str:
         """Why elementwise work runs neither on fragments nor by its graph; empty if it does."""
-        if isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):
+        param, kind = bound.param, bound.kind
+        if isinstance(param, DTensor) and (reason := self._missing_rule(bound.task.param_group, param)):
             return reason
-        machine = machine_of([own.param], self.options.hardware)
-        narrowed = (narrowed_on_owner(template, machine, layout) for template in kind.templates.values())
+        machine = machine_of([bound.spec.device], self.options.hardware)
+        narrowed = (narrowed_on_owner(template, machine, bound.task.layout) for template in kind.templates.values())
         return NARROWED if self.options.numerics == "exact" and not kind.by_dispatch and any(narrowed) else ""
 
     def _missing_rule(self, group: int, param: DTensor) -> str:
@@ -323,12 +326,6 @@ class Binder:
         if key not in self._rules:
             self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[group], param)
         return self._rules[key]
-
-
-def bound_to(index: int, own: Described, layout: Layout, kind: ParamKind) -> BoundParam:
-    """Bind a matrix to a task of its own, whose layout may be that of this rank's entries."""
-    task = Task(own.name, index, own.group, kind.template.name, layout)
-    return BoundParam(own.param, own.group, task, kind, own.stand_in, own.division)
 
 
 @contextlib.contextmanager

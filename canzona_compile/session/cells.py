@@ -19,7 +19,6 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import step_alone, whole_copy
 from canzona_compile.eager.own_object import OWN_OBJECT, OwnObject, is_portable
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, UnsupportedOptimizer
-from canzona_compile.ir.step import Task
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import watched
 from canzona_compile.replica.snapshot import Contents, Snapshot
@@ -45,7 +44,7 @@ class Cells:
         before = self.store.eager_state(task)
         state = before if bound.kind.recorder is not None else self.store.unstored(task, before)
         drew = watched(param.device)
-        new = step_alone(self.store.optimizer, self.store.optimizer.param_groups[bound.param_group], own, state)
+        new = step_alone(self.store.optimizer, self.store.optimizer.param_groups[bound.task.param_group], own, state)
         if drew():
             self._check_draws(task)
         if state is not before:
@@ -85,14 +84,13 @@ class Cells:
             if bound.kind.maker is None or not self.store.owns(task):
                 continue
             state: dict[str, Any] = self.store.optimizer.state.get(bound.param) or {}
-            spec = self._spec(task, bound)
             if is_portable(state):
-                made = self._made(task, bound)
+                made = self._made(bound)
                 made.load(state)
                 self.store.optimizer.state[bound.param] = {OWN_OBJECT: made}
-            elif state or spec not in tried:
-                tried.add(spec)
-                made = self._made(task, bound)
+            elif state or bound.spec not in tried:
+                tried.add(bound.spec)
+                made = self._made(bound)
                 if state and not same_values(state, made.optimizer.state.get(made.param) or {}):
                     raise CanzonaError(
                         "the plain optimizer has already stepped, and its state cannot be moved to the optimizer "
@@ -102,21 +100,18 @@ class Cells:
                         "saved",
                     )
 
-    def _spec(self, task: Task, bound: BoundParam) -> ParameterSpec:
-        return ParameterSpec.of(bound.origin, task.shape, bound.kind.grad_dtype)
-
-    def _made(self, task: Task, bound: BoundParam, values: Tensor | None = None) -> OwnObject:
+    def _made(self, bound: BoundParam, values: Tensor | None = None) -> OwnObject:
         assert bound.kind.maker is not None
-        group = self.store.optimizer.param_groups[bound.param_group]
-        return OwnObject(bound.kind.maker, task.name, self._spec(task, bound), self.store.optimizer, group, values)
+        group = self.store.optimizer.param_groups[bound.task.param_group]
+        return OwnObject(bound.kind.maker, bound.task.name, bound.spec, self.store.optimizer, group, values)
 
     def _step_object(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
         bound = self.plan.bound[task]
         own: OwnObject | None = (self.store.optimizer.state.get(bound.param) or {}).get(OWN_OBJECT)
         if own is None:  # it is the first step, or the user cleared the state
-            own = self._made(self.plan.owned.task(task), bound, param)
+            own = self._made(bound, param)
             self.store.optimizer.state[bound.param] = {OWN_OBJECT: own}
-        own.follow(self.store.optimizer.param_groups[bound.param_group], self.store.optimizer)
+        own.follow(self.store.optimizer.param_groups[bound.task.param_group], self.store.optimizer)
         return own.step(param, grad)
 
 

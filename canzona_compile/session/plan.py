@@ -13,19 +13,21 @@ from torch import Tensor
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.compat.telling import tell
 from canzona_compile.eager.nodes import interpreted_template
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.options import Options, capacity_within
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Leaf, Placed, Step, Task, Template
 from canzona_compile.ir.storage import StateRules, Storage
+from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.passes.stagger import Stagger, stagger
 from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.views.entries import cut_along_experts
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
-from canzona_compile.views.view import ParamView, State
+from canzona_compile.views.view import ParamView
 
 # -- what is bound ----------------------------------------------------------------------------------
 
@@ -36,19 +38,26 @@ class BoundParam:
 
     Attributes:
         param: what a step sees: the parameter itself, or what the last of its views shows.
-        kind: its captured code and the leaves of its state.
+        spec: what the optimizer's code can see of it, or of this rank's entries if the task is theirs.
         stand_in: shows the optimizer's parameter if that is a plain fragment; None otherwise.
         division: shows the fused parameter that it is a piece of; None for a whole parameter.
+        code: see `kind`; None until it is captured, as the template of the task is empty until then.
         rehearsed: the optimizer's parameter whose state this one has under ZeRO-1, where `param` is a double of it.
     """
 
     param: Tensor
-    param_group: int
     task: Task
-    kind: ParamKind
+    spec: ParameterSpec
     stand_in: FragmentView | None = None
     division: PiecesView | None = None
+    code: ParamKind | None = None
     rehearsed: Tensor | None = None
+
+    @property
+    def kind(self) -> ParamKind:
+        """Its captured code and the leaves of its state."""
+        assert self.code is not None
+        return self.code
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -70,50 +79,29 @@ class BoundParam:
         """The optimizer's own parameter."""
         return next((view.source for view in self.views), self.param)
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Described:
-    """All that binding finds out about one matrix. What comes after reads it here and not from the parameter.
-
-    Attributes:
-        pieces: the matrices that it consists of, if it is a fused parameter.
-        strided: raised if ranks would have to put its fragments together; None if they can.
-        state: its portable state; None or empty if it has none.
-        layout_of_entries: finds the layout of this rank's entries, if it is a stack that is cut between its matrices.
-    """
-
-    name: str
-    group: int
-    param: Tensor
-    stand_in: FragmentView | None
-    layout: Layout
-    spec: ParameterSpec
-    state: State | None = None
-    division: PiecesView | None = None
-    pieces: tuple[Described, ...] = ()
-    strided: CanzonaError | None = None
-    layout_of_entries: Callable[[], Layout] | None = None
-
     @property
-    def fused(self) -> PiecesView | None:
-        """Shows its pieces; None if it is not a fused parameter."""
-        return next((piece.division for piece in self.pieces), None)
+    def stacked(self) -> bool:
+        """Whether it is a stack that is cut between its matrices, so that each rank holds entries of it."""
+        whole = self.param if self.division is None else self.division.source
+        return cut_along_experts(whole) and (self.division is None or self.division.keeps_entries)
 
-    def shown_by(self, view: PiecesView) -> tuple[Described, ...]:
-        """Describe the pieces of it that a view shows."""
+    def stepped_by(self, kind: ParamKind) -> BoundParam:
+        """Bind it to its code."""
+        return replace(self, task=replace(self.task, template=kind.template.name), code=kind)
+
+    def entries_at(self, layout: Layout) -> BoundParam:
+        """Bind this rank's entries of it alone, which have this layout."""
+        spec = replace(self.spec, shape=layout.shape, part=True)
+        return replace(self, task=replace(self.task, layout=layout), spec=spec)
+
+    def shown_by(self, view: PiecesView) -> tuple[BoundParam, ...]:
+        """Bind the pieces of it that a view shows, each to a task of its own."""
         found = []
-        for part, param in zip(view.shown, view.params, strict=True):
-            layout, entries = view.layout_of(part, self.layout), self.layout_of_entries
-            piece = replace(
-                self,
-                name=part.name,
-                param=param,
-                division=view,
-                layout=layout,
-                spec=replace(self.spec, shape=layout.shape),
-                layout_of_entries=None if entries is None else view.layout_of_entries(part, entries),
-            )
-            found.append(piece)
+        for i, (part, param) in enumerate(zip(view.shown, view.params, strict=True)):
+            layout = view.layout_of(part.name, self.task.layout)
+            task = replace(self.task, name=part.name, index=self.task.index + i, layout=layout)
+            spec = replace(self.spec, shape=layout.shape)
+            found.append(replace(self, param=param, task=task, spec=spec, division=view))
         return tuple(found)
 
 
@@ -134,8 +122,6 @@ class Plan:
         elementwise: the parameters that the optimizer's own step updates, each rank on its own fragments.
         known: the names of all templates, those of further variants included.
         stagger: which tasks do their periodic work earlier, and the predicted effect.
-        views: what shows parameters of the optimizer as those that are in `bound`, each after the view that shows its
-            source.
         history: the record of the passes from CAPTURED to OWNED.
         rules: how users want state to be stored; None for as it is.
     """
@@ -146,9 +132,13 @@ class Plan:
     elementwise: tuple[BoundParam, ...]
     known: frozenset[str]
     stagger: Stagger
-    views: tuple[ParamView, ...]
     history: PassHistory
     rules: StateRules | None = None
+
+    @cached_property
+    def views(self) -> tuple[ParamView, ...]:
+        """What shows parameters of the optimizer as those in `bound`, each after the view that shows its source."""
+        return tuple(dict.fromkeys(view for b in self.bound.values() for view in b.views))
 
     def placed(self, task: str) -> Placed:
         """Return the placed template of a task."""
@@ -195,13 +185,13 @@ def taking(owned: Step, assignment: Iterable[tuple[str, int, Sequence[str]]]) ->
     return replace(owned, tasks=tuple(tasks))
 
 
-def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) -> Machine:
-    """Describe the machine that parameters lie on.
+def machine_of(devices: Iterable[torch.device], rates: Hardware | None = None) -> Machine:
+    """Describe the machine with the devices of parameters.
 
     Args:
         rates: the rates of the hardware; None takes those that are assumed for the kind of device.
     """
-    kinds = sorted({p.device.type for p in params})
+    kinds = sorted({device.type for device in devices})
     device = kinds[0] if kinds else "cpu"
     backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
     return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1, rates)
@@ -210,7 +200,7 @@ def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) ->
 def captured_step(bound: Sequence[BoundParam], optimizer: str, options: Options) -> Step:
     """Make the CAPTURED step of bound parameters."""
     templates = {t.name: t for b in bound for t in b.kind.templates.values()}
-    machine = machine_of((b.param for b in bound), options.hardware)
+    machine = machine_of((b.spec.device for b in bound), options.hardware)
     return Step(Form.CAPTURED, optimizer, machine, tuple(templates.values()), tuple(b.task for b in bound))
 
 
@@ -251,18 +241,21 @@ def make_plan(
     owned, history = run(captured, planning_passes(options, owned_as, complete), observers)
     by_name = {b.task.name: b for b in bound}
     check_pieces(bound, owned)
-    variant_periods = {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}
     return Plan(
         by_name,
         owned,
         first_steps(owned, by_name),
         tuple(b for b in bound if owned.find(b.task.name) is None),
         frozenset(t.name for t in captured.templates),
-        stagger(owned, variant_periods),
-        views_of(bound),
+        stagger(owned, variant_periods(bound)),
         history,
         options.state,
     )
+
+
+def variant_periods(bound: Iterable[BoundParam]) -> dict[str, VariantPeriod]:
+    """By task, how its code continues from step to step, where that is known."""
+    return {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}
 
 
 def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
@@ -280,11 +273,6 @@ def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
             )
 
 
-def views_of(bound: Iterable[BoundParam]) -> tuple[ParamView, ...]:
-    """The views of parameters that are bound, each once, after the view that shows its source."""
-    return tuple(dict.fromkeys(view for b in bound for view in b.views))
-
-
 def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
     """Make the step in which every task runs interpreted, before it has state.
 
@@ -294,13 +282,11 @@ def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
     templates: dict[str, Template] = {}
     tasks: list[Task] = []
     for task in owned.tasks:
-        placed, kind = owned.placed_of(task), bound[task.name].kind
+        placed, own = owned.placed_of(task), bound[task.name]
         name = f"{placed.name}_first"
         if name not in templates:
-            device = bound[task.name].param.device
-            spec = ParameterSpec(task.shape, kind.template.dtype, kind.grad_dtype, device)
-            leaves = with_storage(bound[task.name].leaves, placed)
-            made = interpreted_template(name, spec, "first step: creates the state", leaves)
+            leaves = with_storage(own.leaves, placed)
+            made = interpreted_template(name, own.spec, "first step: creates the state", leaves)
             templates[name] = replace(made, resident=placed.resident)
         tasks.append(Task(task.name, task.index, task.param_group, name, task.layout))
     first = Step(Form.CAPTURED, owned.optimizer, owned.machine, tuple(templates.values()), tuple(tasks))

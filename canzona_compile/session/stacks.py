@@ -15,7 +15,7 @@ from canzona_compile.capture.batch_dim import check_matrix_dims, num_batch_dims
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.ir.layout import Layout, Shape
+from canzona_compile.ir.layout import Shape
 from canzona_compile.passes.place import everywhere
 from canzona_compile.replica.parameter_spec import ParamExample
 
@@ -42,7 +42,7 @@ def kind_of(capture: Capture, like: ParamExample) -> ParamKind:
 
 
 def ranges(
-    capture: Capture, like: ParamExample, layout: Layout, num_stacks: int, capacity: int | None
+    capture: Capture, like: ParamExample, owners: int, num_stacks: int, capacity: int | None
 ) -> list[tuple[int, int]]:
     """Divide a stack that ranks would gather into ranges of matrices, enough of them for all owners.
 
@@ -50,23 +50,24 @@ def ranges(
     cannot be smaller than its largest task.
 
     Args:
-        like: a stack of this kind, without state; its size does not matter.
+        like: the stack, without state.
+        owners: how many ranks hold it.
         num_stacks: about how many such stacks share these owners.
 
     Returns:
         The first matrix of each range, and how many there are; none if the stack stays whole. One with state that
         is not of its shape does, because that state could not be put together again.
     """
-    owners = layout.grid.size
-    if owners == 1 or not (dims := num_batch_dims(capture.optimizer, like.group, len(layout.shape))):
+    spec = like.spec
+    if owners == 1 or not (dims := num_batch_dims(capture.optimizer, like.group, len(spec.shape))):
         return []
-    entries = layout.shape[0]
-    size = math.prod(layout.shape) * like.spec.dtype.itemsize
+    entries = spec.shape[0]
+    size = math.prod(spec.shape) * spec.dtype.itemsize
     count = max(-(-RANGES_PER_OWNER * owners // num_stacks), -(-size // (capacity or MOST_BYTES)))
     if (count := min(count, entries)) < 2:
         return []
-    shape = like.spec.shape[dims:]
-    one = capture.kind_of(replace(like, spec=replace(like.spec, shape=shape, part=False)))
+    shape = spec.shape[dims:]
+    one = capture.kind_of(replace(like, spec=replace(spec, shape=shape, part=False)))
     if one.recorder is None or one.python_state or any(leaf.shape != shape for leaf in one.state):
         return []
     cuts = [entries * i // count for i in range(count + 1)]

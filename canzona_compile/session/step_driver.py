@@ -322,9 +322,9 @@ class StepDriver:
         before = {b.param: state[b.param] for b in present if b.param in state}
         own = {b.param: store.unstored(b.task.name, before[b.param]) for b in present if b.param in before}
         twin = make_twin(self.capture.optimizer, {}, [], own)
-        groups = sorted({b.param_group for b in present})
+        groups = sorted({b.task.param_group for b in present})
         twin.param_groups = [
-            {**self.capture.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
+            {**self.capture.optimizer.param_groups[g], "params": [b.param for b in present if b.task.param_group == g]}
             for g in groups
         ]
         doubles = [(b.param, b.param.data) for b in present if b.rehearsed is not None]

@@ -210,8 +210,8 @@ def by_kind(bounds: Iterable[BoundParam]) -> list[AlikeTasks]:
     found: dict[tuple[int, int], list[BoundParam]] = {}
     for b in bounds:
         if b.kind.recorder is not None:
-            found.setdefault((id(b.kind), b.param_group), []).append(b)
-    return [AlikeTasks(own[0].kind, own[0].param_group, tuple(b.task.name for b in own)) for own in found.values()]
+            found.setdefault((id(b.kind), b.task.param_group), []).append(b)
+    return [AlikeTasks(own[0].kind, own[0].task.param_group, tuple(b.task.name for b in own)) for own in found.values()]
 
 
 def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> VariantPath:

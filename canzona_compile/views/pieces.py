@@ -11,7 +11,7 @@ placements, so no DTensor operation may run on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class PiecesView(ParamView):
             label = "" if own is None else f"{box.start[0] + own[0]}:{box.start[0] + sum(own)}"
             for piece, rows in ({"": None} if split is None else rows_of(split)).items():
                 key = ".".join(word for word in (label, piece) if word)
-                self._places[key] = own, rows
+                self._places[f"{name}[{key}]"] = own, rows
                 whole = shape if own is None else (own[1], *shape[1:])
                 if split is not None and rows is not None:
                     whole = (*whole[: split.dim], len(rows), *whole[split.dim + 1 :])
@@ -63,24 +63,20 @@ class PiecesView(ParamView):
         found = Elements.at(self.split.dim, entries_in(box, rows, self.split.dim), source.device)
         return replace(found, inside=own)
 
-    def bare(self) -> PiecesView:
-        """The same view, which shows nothing and so holds no copies."""
-        return PiecesView(self.name, self.source, self.split, self.box, self.ranges)
+    @property
+    def keeps_entries(self) -> bool:
+        """Whether a rank that holds some entries of a stack holds the same ones of each part.
 
-    def layout_of(self, part: ViewPart, layout: Layout) -> Layout:
-        """Derive the layout of a part from that of the parameter."""
-        own, rows = self._places[part.key]
+        If the entries are what is split, they belong to parts by their place in the whole stack.
+        """
+        return not self.ranges and (self.split is None or self.split.dim > 0)
+
+    def layout_of(self, part: str, layout: Layout) -> Layout:
+        """Derive the layout of a part from that of the parameter, or of this rank's entries of it."""
+        own, rows = self._places[part]
         if own is not None:
             layout = part_of_layout(layout, torch.arange(own[0], sum(own), device="cpu"), 0)
         return layout if self.split is None or rows is None else part_of_layout(layout, rows, self.split.dim)
-
-    def layout_of_entries(self, part: ViewPart, whole: Callable[[], Layout]) -> Callable[[], Layout] | None:
-        """Find the layout of a part of some entries of a stack, from what finds that of the entries.
-
-        There is none if the entries are what is split: they belong to parts by their place in the whole stack.
-        """
-        divided = self.ranges or (self.split is not None and not self.split.dim)
-        return None if divided else (lambda: self.layout_of(part, whole()))
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from canzona_compile import plan
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape, dtensor_layout
 from canzona_compile.tools.planning.mesh import DIMS, WeightSharding, check, parse_mesh
@@ -195,6 +196,12 @@ def test_fragments_tile_every_weight(
         for box in part.boxes:
             held[box.slices()] += 1
         assert bool((held == 1).all())
+
+
+def test_ranges_of_a_stack_that_is_cut_between_its_matrices_lie_on_the_ranks_that_hold_these() -> None:
+    step = plan({"stack": [24, 64, 96]}, mesh="fsdp=4", alternatives=False).step
+    held = [[rank for rank, box in enumerate(task.layout.boxes) if box.numel] for task in step.tasks]
+    assert held == [[rank] for rank in range(4) for _ in range(4)]
 
 
 # -- meshes that cannot be -------------------------------------------------------------------------

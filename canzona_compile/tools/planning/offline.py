@@ -24,16 +24,17 @@ from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import Layout, Shape
+from canzona_compile.ir.layout import Layout, Ranks, Shape
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.printer import dtype_name
-from canzona_compile.ir.split import part_of_layout
-from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
+from canzona_compile.ir.step import Leaf, Role, Step, Task, Template
 from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.replica.raised import Untraceable
-from canzona_compile.session import stacks
-from canzona_compile.session.plan import joined
+from canzona_compile.session.bind import Binder
+from canzona_compile.session.plan import BoundParam, captured_step, joined, variant_periods
+from canzona_compile.session.stacks import kind_of
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
@@ -41,6 +42,7 @@ SMALL = 32  # smallest dim of the matrices on which captured graphs are compared
 DTYPE = torch.float32  # of parameters and gradients
 ENTRY = re.compile(r"(@\d+)?(\[\d+(:\d+)?\])?$")  # what tasks add to the name of a weight
 RANGE = re.compile(r"\[\d+:\d+\.")  # and to that of a piece
+PIECE = re.compile(r"\[([^\[\]]+)\]\[(\d+:\d+)\]$")  # a range of one
 WHOLE_MODEL = "muon+adamw"  # the chain of `muon_adamw`
 NAMED = {
     "muon": "canzona_compile.optimizers:Muon",
@@ -117,7 +119,7 @@ class Captured:
     members: tuple[tuple[str, frozenset[str]], ...]
 
 
-def captured_step(
+def captured_model(
     model: Model,
     mesh: Mesh,
     optimizer: Optimizer,
@@ -125,7 +127,7 @@ def captured_step(
     everything: bool = False,
     capacity: int | None = None,
 ) -> Captured:
-    """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
+    """Make the step of all matrices of a model on a mesh. They are bound as sessions bind them, as whole parameters.
 
     Args:
         model: its weights are numbered in their order; those of a chain optimizer by optimizer, unless `everything`.
@@ -141,86 +143,64 @@ def captured_step(
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
-    captures = [Capture(own) for own in members]
     matrices_only = {m for m, own in enumerate(members) if any(w.experts for w in weights) and not steps_stacks(own)}
-    divided = {
-        w.name: captures[w.member if chained else 0]
-        for w in weights
-        if not w.elementwise and w.member not in matrices_only and len(w.shape) > 2
-    }
-    alike = {(w.member, sharding.stage(w), w.name.partition("[")[0]) for w in weights if w.name in divided}
-    numbers = Counter((member, stage) for member, stage, _ in alike)  # of stacks that share their owners
-    layouts: dict[tuple[int, int], Layout] = {}
-    planned = []
+    laid: list[tuple[int | None, BoundParam]] = []
     for weight in weights:
-        found = parts(weight, sharding, weight.member in matrices_only)
-        if weight.name in divided:
-            number = numbers[weight.member, sharding.stage(weight)]
-            found = shared_out(weight, found, divided[weight.name], number, capacity, layouts)
-        planned += [(weight, name, layout) for name, layout in found]
-    steps: list[Step] = []
-    periods: dict[str, VariantPeriod] = {}
+        number = weight.member if chained else None if weight.elementwise else 0
+        for name, layout in parts(weight, sharding, weight.member in matrices_only):
+            laid.append((number, unbound(name, weight.group if number is not None else 1, layout)))
+    binders = []
     for number, own in enumerate(members):
-        mine = [(i, *entry) for i, entry in enumerate(planned) if entry[0].member == number or not chained]
-        step, periodic = captured_by(own, captures[number], mine, machine, chained)
-        steps.append(step)
-        periods |= periodic
+        mine = [one for member, one in laid if member == number]
+        binders.append(Binder(own, Options(capacity=capacity), Capture(own), stacks_of_ranks(own, mine)))
+        capture_small(binders[-1], mine)
+    bound: list[tuple[int, BoundParam]] = []
+    for member, one in laid:
+        new = replace(one, task=replace(one.task, index=len(bound)))
+        found = [new.stepped_by(elementwise(one.task.shape))] if member is None else binders[member].bind_one(new)
+        bound += [(member or 0, replace(b, task=replace(b.task, name=in_range(b.task.name)))) for b in found]
+    steps = [
+        captured_step([b for member, b in bound if member == number], plain_class(own).__name__, Options())
+        for number, own in enumerate(members)
+    ]
     names = tuple((step.optimizer, frozenset(task.name for task in step.tasks)) for step in steps)
-    return Captured(joined(steps), periods, names)
+    return Captured(replace(joined(steps), machine=machine), variant_periods(b for _, b in bound), names)
 
 
-def captured_by(
-    optimizer: Optimizer,
-    capture: Capture,
-    planned: Sequence[tuple[int, ModelWeight, str, Layout]],
-    machine: Machine,
-    chained: bool,
-) -> tuple[Step, dict[str, VariantPeriod]]:
-    """Make the step of one optimizer.
+def unbound(name: str, group: int, layout: Layout) -> BoundParam:
+    """Make what is bound: a parameter without values, of the shape that all ranks of a layout hold together."""
+    param = torch.empty(layout.shape, dtype=DTYPE, device="meta")
+    spec = ParameterSpec(layout.shape, DTYPE, DTYPE, torch.device("cpu"))
+    return BoundParam(param, Task(name, 0, group, "", layout), spec)
 
-    Args:
-        planned: what it updates: the number of the task, the weight, the name of the task, and the layout.
-        chained: whether it updates elementwise weights, too. If not, a stand-in of their optimizer does.
+
+def stacks_of_ranks(optimizer: Optimizer, mine: Sequence[BoundParam]) -> Counter[Ranks]:
+    """Count the stacks that ranks share and no others, as they own the matrices of these together."""
+    found = {
+        (own.task.layout.grid.members(), ENTRY.sub("", own.task.name).partition("[")[0])
+        for own in mine
+        if num_batch_dims(optimizer, optimizer.param_groups[own.task.param_group], len(own.task.shape))
+    }
+    return Counter(ranks for ranks, _ in found)
+
+
+def capture_small(binder: Binder, mine: Sequence[BoundParam]) -> None:
+    """Capture small matrices of the kinds of all others, whose graphs then need no comparison with an eager step.
+
+    Nothing is rehearsed here, which costs more: steps at such sizes are checked with labels alone.
     """
-    kinds: dict[tuple[Shape, int], ParamKind] = {}
-    separable: dict[tuple[int, int], bool] = {}
-
-    def kind_of(shape: Shape, g: int, name: str) -> ParamKind:
-        spec = ParameterSpec(shape, DTYPE, DTYPE, torch.device("cpu"))
-        like = ParamExample(optimizer.param_groups[g], spec, name)
-        if (g, len(shape)) not in separable:  # nothing is rehearsed here, which costs more
-            one = replace(like, spec=replace(spec, shape=shape[num_batch_dims(optimizer, like.group, len(shape)) :]))
-            separable[g, len(shape)] = check_separable(optimizer, one)
-        return stacks.kind_of(capture, like)
-
-    tasks: list[Task] = []
-    periods: dict[str, VariantPeriod] = {}
-    # One comparison of a graph with an eager step holds for all sizes, so small matrices of the same kind come first.
-    own = dict.fromkeys(
-        (layout.shape, weight.group) for _, weight, _, layout in planned if chained or not weight.elementwise
-    )
-    for shape, g in dict.fromkeys((miniature(shape), g) for shape, g in own):
-        kind_of(shape, g, "a small matrix")
-    others: dict[Shape, Template] = {}
-    used: set[tuple[Shape, int]] = set()
-    for index, weight, name, layout in planned:
-        if mine := chained or not weight.elementwise:
-            key = layout.shape, weight.group
-            if key not in kinds:
-                kinds[key] = kind_of(*key, weight.name)
-            template = kinds[key].template
-            used.add(key)
-            if (period := kinds[key].variant_period) is not None:
-                periods[name] = period
-        else:
-            template = others.setdefault(layout.shape, elementwise_template(layout.shape))
-        tasks.append(Task(name, index, weight.group if mine else 1, template.name, layout))
-    found = {t.name: t for key, kind in kinds.items() if key in used for t in kind.templates.values()}
-    templates = (*found.values(), *others.values())
-    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks)), periods
+    optimizer, checked = binder.optimizer, set[tuple[int, int]]()
+    for shape, g in dict.fromkeys((miniature(own.task.shape), own.task.param_group) for own in mine):
+        group = optimizer.param_groups[g]
+        like = ParamExample(group, ParameterSpec(shape, DTYPE, DTYPE, torch.device("cpu")), "a small matrix")
+        if (g, len(shape)) not in checked:
+            checked.add((g, len(shape)))
+            one = replace(like.spec, shape=shape[num_batch_dims(optimizer, group, len(shape)) :])
+            check_separable(optimizer, replace(like, spec=one))
+        kind_of(binder.capture, like)
 
 
-def elementwise_template(shape: Shape) -> Template:
+def elementwise(shape: Shape) -> ParamKind:
     """Make code that stands for any optimizer with elementwise updates: it subtracts the gradient."""
     graph = fx.Graph()
     nodes = [graph.placeholder(name) for name in ("param", "grad")]
@@ -230,7 +210,7 @@ def elementwise_template(shape: Shape) -> Template:
     graph.output((new,))
     name = f"elementwise_{'x'.join(map(str, shape)) or 'scalar'}_{dtype_name(DTYPE)}"
     leaves = (Leaf(Role.PARAM, "param", shape, DTYPE), Leaf(Role.GRAD, "grad", shape, DTYPE))
-    return Template(name, shape, DTYPE, leaves, ("param",), graph)
+    return ParamKind(None, {None: Template(name, shape, DTYPE, leaves, ("param",), graph)}, (), {})
 
 
 def miniature(shape: Shape) -> Shape:
@@ -255,37 +235,9 @@ def parts(weight: ModelWeight, sharding: WeightSharding, divided: bool) -> list[
     return [(f"{name}[{i}]", own) for name, stack, own in entries for i in range(stack.shape[0])]
 
 
-def shared_out(
-    weight: ModelWeight,
-    tasks: Sequence[tuple[str, Layout]],
-    capture: Capture,
-    number: int,
-    capacity: int | None,
-    layouts: dict[tuple[int, int], Layout],
-) -> list[tuple[str, Layout]]:
-    """Divide stacks that ranks would gather among their owners, as binding does.
-
-    Args:
-        number: how many stacks share these owners.
-        layouts: of ranges, by the layout of the whole and the length, for all weights: each is looked at once.
-    """
-    found: list[tuple[str, Layout]] = []
-    for name, layout in tasks:
-        spec = ParameterSpec(miniature(layout.shape), DTYPE, DTYPE, torch.device("cpu"))
-        like = ParamExample(capture.optimizer.param_groups[weight.group], spec, name)
-        if not (ranges := stacks.ranges(capture, like, layout, number, capacity)):
-            found.append((name, layout))
-        for first, length in ranges:
-            if (id(layout), length) not in layouts:
-                layouts[id(layout), length] = part_of_layout(layout, torch.arange(length, device="cpu"), 0)
-            found.append((in_range(name, f"{first}:{first + length}"), layouts[id(layout), length]))
-    return found
-
-
-def in_range(name: str, label: str) -> str:
-    """The name of a task that is a range of a stack, as `PiecesView` gives it to pieces: "w[0:8.gate]"."""
-    whole, bracket, piece = name.partition("[")
-    return f"{whole}[{label}.{piece}" if bracket and piece.endswith("]") else f"{name}[{label}]"
+def in_range(name: str) -> str:
+    """Name a range of a stack that is a piece: "w[0:8.gate]", as `PiecesView` names it, in place of "w[gate][0:8]"."""
+    return PIECE.sub(r"[\2.\1]", name)
 
 
 def weight_name(task: str) -> str:

@@ -30,7 +30,7 @@ from canzona_compile.tools.planning.held import dealt, held_by, hidden_names, mo
 from canzona_compile.tools.planning.local import local_forecast
 from canzona_compile.tools.planning.lowered import TOKENS, LoweredPlan, Lowering, Request, Updates, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
-from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
+from canzona_compile.tools.planning.offline import captured_model, optimizer_named, optimizer_of
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, arranged, from_module, from_shapes, parse_split
 
@@ -118,7 +118,7 @@ def plan(
     )
     request = Request(found, sizes, rates, wanted, updates, bucket_bytes, tokens, gather, rank, replicas)
     say("capturing the optimizer's step")
-    begun = captured_step(found, sizes, code, machine_of(rates, sizes), request.zero1, capacity)
+    begun = captured_model(found, sizes, code, machine_of(rates, sizes), request.zero1, capacity)
     say(f"planning {len(begun.step.tasks)} parameters on {sizes.ranks} ranks")
     owned, _ = run(begun.step, planning_passes(wanted))
     if capacity is not None:
