@@ -63,9 +63,7 @@ def model_on_one_rank(dp: int, tp: int) -> nn.Module:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * tp)
     parallel_state.initialize_model_parallel(tp, create_gloo_process_groups=False)
     config = TransformerConfig(tensor_model_parallel_size=tp, **QWEN3_32B)
-    made: nn.Module = GPTModel(
-        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="rope"
-    )
+    made: nn.Module = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="rope")
     return made
 
 

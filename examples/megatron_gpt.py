@@ -45,7 +45,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from canzona_compile.integrations.megatron import get_megatron_optimizer  # noqa: E402
 from canzona_compile.integrations.megatron_layout import param_layouts  # noqa: E402
-from examples.lm_data import Batches, standard_library  # noqa: E402
+from lm_data import Batches, standard_library  # noqa: E402
 
 BATCH, CONTEXT, BYTES = 4, 64, 256  # of a micro-batch; of text, in bytes; different ones
 MICRO_BATCHES = 4  # of a step, on all data-parallel ranks together
@@ -136,9 +136,9 @@ def train_step(model: DistributedDataParallel, optimizer: Any, step: int) -> flo
         forward_only=False,
     )
     optimizer.step()
-    mean = torch.stack([one["loss"] for one in found]).mean()
+    mean: Tensor = torch.stack([one["loss"] for one in found]).mean()
     dist.all_reduce(mean, op=dist.ReduceOp.SUM, group=parallel_state.get_data_parallel_group())
-    return float(mean) / parallel_state.get_data_parallel_world_size()
+    return mean.item() / len(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
 
 
 def arguments() -> argparse.Namespace:

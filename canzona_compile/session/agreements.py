@@ -21,6 +21,7 @@ from canzona_compile.runtime.equal_copies import Copy, Digest, digests, unequal_
 from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.waiter import Waiter
+from canzona_compile.session.params import flat_shards
 
 NEWLY_SHARED = Purpose(
     "step()",
@@ -122,7 +123,8 @@ class Agreements:
                 continue
             texts = map(json.loads, agreement.share(json.dumps(mine)))
             found = {r: {n: Digest(*d) for n, d in t.items()} for r, t in zip(agreement.ranks, texts, strict=True)}
-            error = unequal_copy(shared, found)
+            if (error := unequal_copy(shared, found)) is not None:
+                error = flat_shards([(copy.name, 0, copy.param) for copy in shared]) or error
         if error is not None:
             raise error
 

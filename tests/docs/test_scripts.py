@@ -25,6 +25,7 @@ NEEDED = {
     "sft_trainer": "trl",
     "torchtitan_optimizers": "torchtitan",
     "eight_bit": "torchao",
+    "deepspeed_engine": "deepspeed",
 }
 PICTURED = {
     "report.svg": ("rank\xa03", "384x256"),

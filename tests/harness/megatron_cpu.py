@@ -78,7 +78,8 @@ def patch() -> None:
     layer_wise.allgather_params = layer_wise.broadcast_params  # gloo gathers equal sizes only
     states.fork = lambda self, name=None: contextlib.nullcontext()  # of dropout on GPUs
     norm.__new__ = layer_norm
-    plain_type, tensor = torch.Tensor.type, torch.Tensor
+    tensor: Any = torch.Tensor
+    plain_type = tensor.type
     tensor.type = lambda self, *to, **more: (  # Megatron asks for "torch.cuda.FloatTensor"
         plain_type(self, *to, **more) if to or more else plain_type(self).replace("torch.", "torch.cuda.")
     )
