@@ -18,7 +18,7 @@ import io
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -78,13 +78,17 @@ Way = Callable[[Any], Any]
 class Copies:
     """Deep copies of several things, among which equal identities stay equal.
 
+    Args:
+        given: originals, each with what stands for it in all copies. Functions that lead to them are copied, too.
+        numbers: numbers that tell such originals apart, with those that tell their copies apart.
+
     Attributes:
         kept: the objects that are shared although code may change them: those with a finalizer, and those that cannot
             be copied. Whoever runs code on the copies has to look whether it changed them.
         calls: knows of the calls of copies of cached functions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[tuple[Any, Any]] = (), numbers: Mapping[int, int] | None = None) -> None:
         self.kept: list[Any] = []
         self.calls = CachedCalls()
         # The copies by the ids of the originals, as `__deepcopy__` takes them. It must live as long as this object:
@@ -92,16 +96,16 @@ class Copies:
         self._memo: dict[Any, Any] = {}
         self._originals: list[Any] = []  # kept alive, so that their ids are given to no others
         self._ways: dict[type, Way] = {}
+        self._numbers = numbers or {}
+        for original, made in given:
+            self._remember(original, made)
+        self._given = frozenset(self._memo)
 
-    def remember(self, original: Any, made: Any) -> None:
+    def _remember(self, original: Any, made: Any) -> None:
         """Let something be the copy of an object, unless it has one already."""
         if id(original) not in self._memo:
             self._memo[id(original)] = made
             self._originals.append(original)
-
-    def has(self, original: Any) -> bool:
-        """Tell whether an object was copied already."""
-        return id(original) in self._memo
 
     def of(self, value: Any) -> Any:
         """Copy a value."""
@@ -117,20 +121,18 @@ class Copies:
     def _of(self, value: Any) -> Any:
         kind = type(value)
         if kind in ATOMS:
-            return value
+            return self._numbers.get(value, value) if kind is int else value
         if id(value) in self._memo:
             return self._memo[id(value)]
         if kind not in self._ways:
             self._ways[kind] = self._way(kind)
         made = self._ways[kind](value)
-        self.remember(value, made)
+        self._remember(value, made)
         return made
 
     # -- what is copied, and how -----------------------------------------------------------------------
 
     def _way(self, kind: type) -> Way:
-        if is_shared(kind):
-            return as_it_is
         own: dict[type, Way] = {
             list: self._list,
             tuple: self._tuple,
@@ -138,10 +140,15 @@ class Copies:
             types.MethodType: lambda one: types.MethodType(one.__func__, self._of(one.__self__)),
             types.MappingProxyType: lambda one: types.MappingProxyType(self._of(dict(one))),
             types.GeneratorType: refused,
+            types.FunctionType: self._function,
+            types.CellType: self._cell,
+            weakref.ref: self._weak_reference,
             CACHED: self._cached,
         }
         if kind in own:
             return own[kind]
+        if is_shared(kind):
+            return as_it_is
         if kind in VALUES:
             return self._reconstructed
         if is_compiled(kind) or hasattr(kind, "__del__"):  # a copy is no operator; a finalizer would run once more
@@ -164,7 +171,7 @@ class Copies:
 
     def _list(self, value: list[Any]) -> list[Any]:
         made: list[Any] = []
-        self.remember(value, made)
+        self._remember(value, made)
         made += map(self._of, value)
         return made
 
@@ -177,7 +184,7 @@ class Copies:
 
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
-        self.remember(value, made)
+        self._remember(value, made)
         made.update((self._of(key), self._of(entry)) for key, entry in value.items())
         return made
 
@@ -186,16 +193,41 @@ class Copies:
         empty = functools.lru_cache(**value.cache_parameters())
         return self.calls.of_its_own(empty(self._of(value.__wrapped__)))
 
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        if not leads(value, self._given):
+            return value
+        closure = tuple(map(self._of, value.__closure__ or ()))
+        if id(value) in self._memo:  # it closes over itself
+            found: types.FunctionType = self._memo[id(value)]
+            return found
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, closure)
+        self._remember(value, made)
+        made.__qualname__, made.__module__ = value.__qualname__, value.__module__
+        vars(made).update(vars(value))
+        made.__defaults__, made.__kwdefaults__ = self._of(value.__defaults__), self._of(value.__kwdefaults__)
+        return made
+
+    def _cell(self, value: types.CellType) -> types.CellType:
+        made = types.CellType()
+        self._remember(value, made)
+        if value != types.CellType():  # it has a value
+            made.cell_contents = self._of(value.cell_contents)
+        return made
+
+    def _weak_reference(self, value: weakref.ref[Any]) -> Any:
+        made = self._memo.get(id(value()))
+        return value if made is None else weakref.ref(made)
+
     def _weak_dict(self, value: Any) -> Any:
         made = type(value)()
-        self.remember(value, made)
+        self._remember(value, made)
         for key, entry in value.items():
-            made[key] = self._of(entry)
+            made[self._memo.get(id(key), key)] = self._of(entry)
         return made
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         made = value.copy()
-        self.remember(value, made)
+        self._remember(value, made)
         if value.dtype == np.dtype(object):
             for place in np.ndindex(value.shape):
                 made[place] = self._of(value[place])
@@ -218,7 +250,7 @@ class Copies:
         self._originals.append(reduced)
         function, arguments, state, entries, pairs = (*reduced, None, None, None)[: max(5, len(reduced))]
         made = function(*map(self._of, arguments))
-        self.remember(value, made)
+        self._remember(value, made)
         if state is not None:
             give_state(made, self._of(state))
         for entry in entries or ():
@@ -231,7 +263,7 @@ class Copies:
 
     def _keep(self, value: Any) -> Any:
         """Share an object that code may change."""
-        self.remember(value, value)
+        self._remember(value, value)
         self.kept.append(value)
         return value
 
@@ -261,8 +293,8 @@ class Copies:
             seen.add(id(one))
             way = self._way(type(one))
             inside = below(one)
-            if way in (as_it_is, self._keep, refused):
-                self.remember(one, way(one))
+            if way in (as_it_is, self._keep, refused, self._function, self._weak_reference):
+                self._remember(one, way(one))
             elif not inside and way == self._reconstructed and not is_told(one):
                 self._keep(one)
             else:
@@ -398,50 +430,12 @@ def read_by(function: Any) -> list[tuple[str, Any]]:
     return found + [(name, cell) for name, cell in cells]
 
 
-def copy_closures(value: Any, copies: Copies) -> None:
-    """Copy the functions in some objects, as far as they lead to what is copied already.
-
-    Args:
-        copies: has the copies of parameters and of the optimizer, and gets those of functions.
-    """
-    found: dict[int, types.FunctionType] = {}
-
-    def label(one: Any) -> str | None:
-        if copies.has(one):
-            return "copied"
-        if isinstance(one, Tensor):
-            return "a tensor"
-        if isinstance(one, types.FunctionType) and (one.__closure__ or one.__defaults__ or one.__kwdefaults__):
-            found.setdefault(id(one), one)
-        return None
-
-    Snapshot(label, bits=False).add("", value)
-    leading = [function for function in found.values() if leads(function, copies.has)]
-    cells: dict[int, tuple[types.CellType, types.CellType]] = {}
-    for function in leading:
-        for cell in function.__closure__ or ():
-            cells.setdefault(id(cell), (cell, types.CellType()))
-        closure = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
-        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
-        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-        vars(made).update(vars(function))
-        copies.remember(function, made)
-    for old, new in cells.values():
-        try:
-            new.cell_contents = copies.of(old.cell_contents)
-        except ValueError:  # it has no value yet
-            continue
-    for function in leading:
-        made = copies.of(function)
-        made.__defaults__, made.__kwdefaults__ = copies.of(function.__defaults__), copies.of(function.__kwdefaults__)
-
-
-def leads(function: types.FunctionType, known: Callable[[Any], bool]) -> bool:
-    """Tell whether what a function closes over, or has as a default argument, holds something that is known."""
+def leads(function: types.FunctionType, known: Collection[int]) -> bool:
+    """Tell whether what a function closes over, or has as a default argument, holds something with a known id."""
     hits: list[Any] = []
 
     def label(one: Any) -> str | None:
-        if known(one):
+        if id(one) in known:
             hits.append(one)
             return "known"
         return "a tensor" if isinstance(one, Tensor) else None

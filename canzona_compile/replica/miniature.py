@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.compat.optimizer_class import class_as_written, plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf
-from canzona_compile.replica.copies import Copies, copy_closures
+from canzona_compile.replica.copies import Copies
 from canzona_compile.replica.homes import HOOKS, copied_attributes, homes_of, hypers, odd_state
 from canzona_compile.replica.snapshot import Snapshot, parameter_label
 from canzona_compile.tensors import MARKS, local_part, made_of, user_attributes
@@ -67,17 +65,14 @@ class Miniature:
         small_of = {id(p): small(p, sizes, p.device if id(p) in stepping else "meta") for p in real}
         large = [*large_tensors(own), *(t for p in real for t in tensors_on(p))]
         blanks = [(tensor, blank(tensor, sizes)) for tensor in large]
-        copies = Copies()
-        copies.remember(optimizer, self.optimizer)  # methods kept as attributes step the copy
-        for original, made in (*((p, small_of[id(p)]) for p in real), *blanks):
-            copies.remember(original, made)
-        copy_closures([own, *groups, *on_params, odd, *map(optimizer.state.get, real)], copies)
-        for param in real:
-            vars(small_of[id(param)]).update(copies.of(public(param)))
-        known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
+        known = {id(p): id(small_of[id(p)]) for p in real}
         for param in real:
             known |= dict.fromkeys(addresses(param), small_of[id(param)].data_ptr())
-        vars(self.optimizer).update(translated(copies.of(own), known, small_of))
+        given = [(optimizer, self.optimizer), *((p, small_of[id(p)]) for p in real), *blanks]
+        copies = Copies(given, known)  # with the optimizer, as methods kept as attributes step the copy
+        for param in real:
+            vars(small_of[id(param)]).update(copies.of(public(param)))
+        vars(self.optimizer).update(copies.of(own))
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []
         self.params: list[nn.Parameter] = []
@@ -210,32 +205,6 @@ def addresses(param: Tensor) -> set[int]:
     with contextlib.suppress(RuntimeError):
         found.add(param.data_ptr())
     return found - {0}
-
-
-def translated(value: Any, known: Mapping[int, int], small_of: Mapping[int, Tensor]) -> Any:
-    """Replace, in containers, what tells parameters apart by what tells the small ones apart.
-
-    Args:
-        small_of: the small parameters by the id of the real ones, for weak references, which are not copied deeply.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return known.get(value, value)
-    if isinstance(value, weakref.ref):
-        made = small_of.get(id(value()))
-        return value if made is None else weakref.ref(made)
-    if isinstance(value, weakref.WeakKeyDictionary | WeakIdKeyDictionary):
-        return type(value)({small_of.get(id(key), key): entry for key, entry in value.items()})
-    if isinstance(value, weakref.WeakSet):
-        return weakref.WeakSet([small_of.get(id(entry), entry) for entry in value])
-    if type(value) in (list, tuple, set, frozenset):
-        entries = [translated(entry, known, small_of) for entry in value]
-        same = all(new is old for new, old in zip(entries, value, strict=True))
-        return value if same else type(value)(entries)
-    if type(value) is dict:
-        pairs = [(translated(k, known, small_of), translated(v, known, small_of)) for k, v in value.items()]
-        same = all(k is key and v is entry for (k, v), (key, entry) in zip(pairs, value.items(), strict=True))
-        return value if same else dict(pairs)
-    return value
 
 
 def distinct(value: Any, group: int, scaled: dict[int, Tensor]) -> Any:

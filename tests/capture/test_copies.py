@@ -340,6 +340,21 @@ def test_a_cycle_is_copied_as_one() -> None:
     assert made.own[0][0] is made
 
 
+def test_what_leads_to_an_original_leads_to_what_stands_for_it() -> None:
+    """By identity and weak reference, also inside of objects; by closure, also of one that closes over itself."""
+    one, other = Open([1]), Open([2])
+
+    def own(again: bool) -> Any:
+        return own(False) if again else one
+
+    held = types.SimpleNamespace(table={id(one): weakref.ref(one)}, own=own, shared=as_text)
+    made = Copies([(one, other)], {id(one): id(other)}).of(held)
+    assert made.table[id(other)]() is other
+    assert made.own(True) is other
+    assert own(True) is one
+    assert made.shared is as_text
+
+
 def test_views_of_one_tensor_stay_views() -> None:
     whole = torch.zeros(4)
     made = deep_copy([whole, whole[1:]])
@@ -381,8 +396,8 @@ def test_what_makes_copies_keeps_no_original_alive() -> None:
     """Rehearsals copy optimizers, which would live on until Python looks for garbage."""
     gc.disable()
     try:
-        optimizer, copies = SGD(parameters(), lr=0.1), Copies()
-        copies.remember(optimizer, object())
+        optimizer = SGD(parameters(), lr=0.1)
+        copies = Copies([(optimizer, object())])
         copies.of([{"a": [1]}, (optimizer,)])
         alive = weakref.ref(optimizer)
         del optimizer, copies
