@@ -9,6 +9,7 @@
 #   make test-clients                         peft, TRL, Lightning's Trainer and torchtitan, which it installs first
 #   make gpu-acceptance TORCH=torch           all that a GPU can show, first to last, in one page
 #   make test-megatron PYTHON=python3.12      Megatron-core's GPTs on CPU ranks, in an environment of its own
+#   make test-frameworks PYTHON=python3.12    DeepSpeed's engine and NeMo AutoModel's recipes, in another one
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
 
@@ -51,7 +52,7 @@ export OMP_NUM_THREADS := 1
 # Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch test-clients test-megatron test-gpu mutants lint types docs bench bench-gpu gpu-acceptance clean
+.PHONY: demo test test-all test-torch core test-clients test-megatron test-frameworks framework test-gpu mutants lint types docs bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -83,14 +84,25 @@ test-clients: $(VENV)/.clients
 	$(BIN)/python -m pytest -rs tests/end_to_end/test_moe_models.py -m "not full" -k torchtitan $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs tests/docs/test_scripts.py -k test_a_framework $(PYTEST_ARGS)
 
-# emerging-optimizers needs Python 3.12. Without their dependencies, which are for GPUs.
-test-megatron:
-	@$(MAKE) --no-print-directory megatron VENV=.venv-megatron EXTRAS=page,test
+# Frameworks in environments of their own, on CPU ranks. What is BARE comes without its dependencies, which are for GPUs;
+# emerging-optimizers needs Python 3.12.
+test-megatron: VENV = .venv-megatron
+test-megatron: FILES = tests/clients/test_megatron.py
+test-megatron: BARE = megatron-core==0.19.2 emerging-optimizers==0.3.0
+test-megatron: WITH = absl-py
 
-megatron: $(INSTALLED)
-	@$(PIP) --no-deps megatron-core==0.19.2 emerging-optimizers==0.3.0
-	@$(PIP) absl-py
-	$(BIN)/python -m pytest -rs tests/clients/test_megatron.py $(PYTEST_ARGS)
+test-frameworks: VENV = .venv-frameworks
+test-frameworks: FILES = tests/clients/test_deepspeed.py tests/clients/test_automodel.py
+test-frameworks: BARE = nemo-automodel==0.7.0
+test-frameworks: WITH = deepspeed==0.19.8
+
+test-megatron test-frameworks:
+	@$(MAKE) --no-print-directory framework VENV=$(VENV) EXTRAS=page,test FILES="$(FILES)" BARE="$(BARE)" WITH="$(WITH)"
+
+framework: $(INSTALLED)
+	@$(PIP) --no-deps $(BARE)
+	@$(PIP) $(WITH)
+	$(BIN)/python -m pytest -rs $(FILES) $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
 # tests are imported: others may need packages that a GPU machine lacks.

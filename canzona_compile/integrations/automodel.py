@@ -1,7 +1,7 @@
 """For NeMo AutoModel: configs of its recipes, which make the optimizer of a whole model.
 
 optimizer:
-  _target_: canzona_compile.integrations.automodel.MuonAdamW
+  _target_: canzona_compile.integrations.automodel.MuonAdamWConfig
   lr: 3.0e-4
 
 Written for nemo-automodel 0.7.
@@ -20,7 +20,7 @@ from canzona_compile.api.whole_model import kl_soap_adamw, muon_adamw, soap_adam
 from canzona_compile.errors import CanzonaError
 
 
-class MuonAdamW(OptimizerConfig):  # type: ignore[misc]  # it has no types
+class MuonAdamWConfig(OptimizerConfig):  # type: ignore[misc]  # it has no types
     """A config that makes `muon_adamw` of each model part: a pipeline stage has one or several.
 
     Args:
@@ -56,13 +56,13 @@ class MuonAdamW(OptimizerConfig):  # type: ignore[misc]  # it has no types
         )
 
 
-class SOAPAdamW(MuonAdamW):
+class SOAPAdamWConfig(MuonAdamWConfig):
     """The same with `soap_adamw`."""
 
     make = staticmethod(soap_adamw)
 
 
-class KLSOAPAdamW(MuonAdamW):
+class KLSOAPAdamWConfig(MuonAdamWConfig):
     """The same with `kl_soap_adamw`."""
 
     make = staticmethod(kl_soap_adamw)

@@ -124,7 +124,7 @@ def costs_of(config: Any, chunk: nn.Module, groups: Any) -> dict[Parameter, floa
     """
     entry = registry._EMERGING_OPTIMIZERS[config.optimizer.removeprefix("dist_")]
     arguments = entry.config_to_kwargs or partial(registry._default_adam_based_eopt_config_to_kwargs, config.optimizer)
-    optimizer = entry.optimizer_cls([Parameter(torch.zeros(2, 2))], **arguments(config, [chunk], groups))
+    optimizer = entry.optimizer_cls([Parameter(torch.zeros(2, 2, device="cpu"))], **arguments(config, [chunk], groups))
     capture = Capture(optimizer)
     spec = ParameterSpec((SMALL, SMALL), torch.float32, torch.float32, torch.device("cpu"))
 

@@ -52,7 +52,7 @@ def trained(name: str) -> tuple[int, list[str], set[str]]:
     return beside.compared, beside.differing, set(beside.ways)
 
 
-@pytest.mark.parametrize(("name", "matrices"), [("MuonAdamW", "Muon"), ("SOAPAdamW", "SOAP")])
+@pytest.mark.parametrize(("name", "matrices"), [("MuonAdamWConfig", "Muon"), ("SOAPAdamWConfig", "SOAP")])
 def test_a_recipe_names_ours(name: str, matrices: str) -> None:
     for compared, differing, kinds in run(4, trained, name):
         assert differing == []
@@ -62,7 +62,7 @@ def test_a_recipe_names_ours(name: str, matrices: str) -> None:
 
 def test_what_it_cannot_pass_on_is_refused() -> None:
     with pytest.raises(CanzonaError, match="param_group_overrides= is for AutoModel"):
-        automodel.build_optimizer_config(f"{CONFIGS}.MuonAdamW", {"param_group_overrides": [{"pattern": "norm"}]})
-    config = automodel.build_optimizer_config(f"{CONFIGS}.MuonAdamW", {"lr": 1e-3})
+        automodel.build_optimizer_config(f"{CONFIGS}.MuonAdamWConfig", {"param_group_overrides": [{"pattern": "norm"}]})
+    config = automodel.build_optimizer_config(f"{CONFIGS}.MuonAdamWConfig", {"lr": 1e-3})
     with pytest.raises(CanzonaError, match="parameter groups do not say"):
         config.build_from_param_groups([{"params": []}])
