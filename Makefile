@@ -89,7 +89,7 @@ test-clients: $(VENV)/.clients
 test-megatron: VENV = .venv-megatron
 test-megatron: FILES = tests/clients/test_megatron.py
 test-megatron: BARE = megatron-core==0.19.2 emerging-optimizers==0.3.0
-test-megatron: WITH = absl-py
+test-megatron: WITH = absl-py psutil
 
 test-frameworks: VENV = .venv-frameworks
 test-frameworks: FILES = tests/clients/test_deepspeed.py tests/clients/test_automodel.py
