@@ -8,7 +8,7 @@
 
 The function is `get_megatron_optimizer` in `main`; everything around it is Megatron-core. The text is the source of
 Python's standard library. Ranks that `--tp` leaves are data-parallel. Needs the packages megatron-core,
-emerging-optimizers, absl-py and psutil, and Python 3.12. Without GPUs it runs on CPUs, by the shim of this project's tests.
+emerging-optimizers, absl-py and psutil, and Python 3.12. Without GPUs it runs on CPUs, by the shim of our tests.
 """
 
 from __future__ import annotations
