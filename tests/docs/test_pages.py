@@ -116,6 +116,8 @@ def torchrun(words: list[str]) -> None:
     assert (option, ranks.isdecimal()) == ("--nproc-per-node", True)
     if rest[0] == "-m":
         assert find_spec(rest[1]) is not None
+    elif rest[0].startswith("examples/"):
+        python(rest)
     elif rest not in (["train.py"], ["docs/diagrams.py", "docs/images"]):  # which tests run as well
         (script,) = rest
         assert path_of(Path(script).stem) == ROOT / script
