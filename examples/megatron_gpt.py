@@ -48,6 +48,7 @@ from canzona_compile.integrations.megatron_layout import param_layouts  # noqa: 
 from lm_data import Batches, standard_library  # noqa: E402
 
 BATCH, CONTEXT, BYTES = 4, 64, 256  # of a micro-batch; of text, in bytes; different ones
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # of checkpoints
 MICRO_BATCHES = 4  # of a step, on all data-parallel ranks together
 
 
@@ -115,7 +116,7 @@ def state_of(model: Any, optimizer: Any, schedule: Any, step: int, is_loading: b
     weights = bare(model).sharded_state_dict()
     return {
         "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading),
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA),
         "schedule": schedule.state_dict(),
         "step": step,
     }
@@ -149,7 +150,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--zero1", action="store_true", help="bfloat16 weights, in Megatron's ZeRO-1 for matrices")
     parser.add_argument("--save", type=Path, help="a folder of checkpoints; the last one is loaded")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if MICRO_BATCHES * given.tp % int(os.environ.get("WORLD_SIZE", "1")):
+        parser.error(f"data-parallel ranks share {MICRO_BATCHES} micro-batches of each step: start as many ranks")
+    if given.zero1 and given.save:
+        parser.error(
+            "--zero1 has no --save here: Megatron saves its Adam then only if Apex or Transformer Engine made it"
+        )
+    return given
 
 
 def main() -> None:
@@ -202,7 +210,7 @@ def main() -> None:
         loss = train_step(model, optimizer, step)
         if dist.get_rank() == 0:
             print(f"step {step + 1:3}   loss {loss:.4f}", flush=True)
-    if given.save:
+    if given.save and first < given.steps:
         folder = given.save / f"step{given.steps:06}"
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.wrap import wrap_named
 from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.split import Split
@@ -147,8 +148,8 @@ def inner_optimizers(optimizer: Any, layer_wise: bool = False, sharded: bool = F
 
 
 def check_name(given: str) -> None:
-    """Refuse what no matrix optimizer is known for. Megatron's older names begin with `dist_`."""
-    name = given.removeprefix("dist_")
+    """Refuse names that mean no matrix optimizer which could be wrapped."""
+    name = plain_name(given)
     if name in ELEMENTWISE or name not in registry._EMERGING_OPTIMIZERS:
         raise CanzonaError(
             f"optimizer={given!r} of the OptimizerConfig "
@@ -156,17 +157,22 @@ def check_name(given: str) -> None:
             at=WHERE,
             hint=f"one of {', '.join(sorted(registry._EMERGING_OPTIMIZERS))}; register(name, class) adds others",
         )
+    if issubclass(kind := registry._EMERGING_OPTIMIZERS[name].optimizer_cls, registry.TensorParallelMuon):
+        raise CanzonaError(
+            f"{kind.__name__} of Megatron puts matrices together by itself",
+            at=WHERE,
+            hint='optimizer="canzona_muon" in the OptimizerConfig, or Megatron\'s own get_megatron_optimizer',
+        )
+
+
+def plain_name(given: str) -> str:
+    """The name of an optimizer without the prefix of Megatron's older names."""
+    return given.removeprefix("dist_")
 
 
 def check(inner: Inner, model_chunks: Sequence[nn.Module]) -> None:
     """Refuse what would be stepped wrongly."""
     configs = [config for chunk in model_chunks if (config := getattr(chunk, "ddp_config", None)) is not None]
-    if isinstance(inner.optimizer, registry.TensorParallelMuon):
-        raise CanzonaError(
-            f"{plain_class(inner.optimizer).__name__} of Megatron puts matrices together by itself",
-            at=WHERE,
-            hint='optimizer="canzona_muon" in the OptimizerConfig, or Megatron\'s own get_megatron_optimizer',
-        )
     if any(config.use_megatron_fsdp for config in configs):
         raise CanzonaError(
             "Megatron-FSDP cuts matrices into flat shards",
@@ -248,7 +254,9 @@ class Weights:
             raise CanzonaError(
                 f"one optimizer steps {' and '.join(several.values())}, which different ranks hold copies of",
                 at=WHERE,
-                hint="Megatron's ZeRO-1 for matrices, use_layer_wise_distributed_optimizer=True in the OptimizerConfig",
+                hint="other sizes of expert and data parallelism"
+                if inner.layer_wise
+                else "Megatron's ZeRO-1 for matrices, use_layer_wise_distributed_optimizer=True in the OptimizerConfig",
             )
         replicate = {"replicate": next(iter(several))} if several else {}
         return names, {"layout": layout, "split": split, **replicate, **given}
@@ -320,7 +328,7 @@ def sharded_state_dict(holder: Any, known: Weights, model: Any, is_loading: bool
 
     def is_fragment(leaf: str, value: Any, param: Tensor) -> bool:
         shaped = isinstance(value, Tensor) and value.shape == param.shape
-        return shaped and known.whole[id(param)].isdisjoint({leaf, leaf.partition(".")[0]})
+        return shaped and known.whole[id(param)].isdisjoint({leaf, leaf[: leaf.find(".") + 1]})
 
     def fragments() -> Any:
         """The state without what is no fragment."""
@@ -341,15 +349,25 @@ def sharded_state_dict(holder: Any, known: Weights, model: Any, is_loading: bool
     weights = get_param_id_to_sharded_param_map(model, iter(params))
     states = made.get("optimizer", made)["state"]
     for i, leaves in apart.items():
+        name, param = known.named[id(like[i])]
+        groups = known.ranks_of(param)
         for leaf, value in leaves.items():
-            states[i][leaf] = whole_leaf(leaf, value, weights[i], known.ranks_of(known.named[id(like[i])][1]))
+            inside = [] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+            if groups[0].size() > 1 and any(isinstance(x, Tensor) and x.shape == like[i].shape for x in inside):
+                raise CanzonaError(
+                    f"the state has fragments in {leaf!r}, a {type(value).__name__}, which dist_checkpointing takes "
+                    "for one object of all ranks",
+                    at=name,
+                    hint="an optimizer whose state holds tensors by name",
+                )
+            states[i][leaf] = whole_leaf(leaf, value, weights[i], groups)
     return made
 
 
 def whole_leaves(optimizer: Any) -> dict[int, set[str]]:
     """Names of leaves of the state that are not laid out like their parameter, by its identity; none before a plan.
 
-    Parts of a fused parameter have leaves named after them ("q.left"), of which the set has the part.
+    Parts of a fused parameter have leaves named after them ("q.left"), of which the set has the beginning, "q.".
     """
     driver = optimizer.canzona.session.driver
     found: dict[int, set[str]] = {}
@@ -358,7 +376,7 @@ def whole_leaves(optimizer: Any) -> dict[int, set[str]]:
         if bound.division is None:
             own |= {leaf.name for leaf in bound.leaves if leaf.shape != bound.task.shape}
         else:
-            own.add(bound.task.name.rpartition("[")[2].rstrip("]"))
+            own.add(bound.task.name.rpartition("[")[2].rstrip("]") + ".")
     return found
 
 

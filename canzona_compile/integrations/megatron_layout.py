@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import emerging_optimizers as registry
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
-from megatron.core.optimizer.param_layout import BufferKey, FullParamLayout, PerBufferParamLayout
+from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.nn import Parameter
@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.capture.templates import Capture
 from canzona_compile.errors import CanzonaError
-from canzona_compile.integrations.megatron import WHERE, Weights, check_name, fused
+from canzona_compile.integrations.megatron import WHERE, Weights, check_name, fused, plain_name
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 
 SMALL = 32  # dims of the matrices on which captured graphs are compared with eager steps
@@ -43,7 +43,8 @@ def param_layouts(
         config: Megatron's `OptimizerConfig`. What a matrix costs is the FLOPs of the captured step of its optimizer.
         model_chunks: before DistributedDataParallel.
         ddp_config: with `use_distributed_optimizer=True`, as Megatron sets it for such layouts.
-        bucket_sizes: elements, by chunk, as for Megatron; None for one bucket each.
+        bucket_sizes: elements, by chunk, as for Megatron; None of a chunk is one bucket, which leaves nothing to
+            balance. By default `ddp_config.bucket_size`, or as many as Megatron takes without it.
         pg_collection: Megatron's process groups; None for those of its `parallel_state`.
 
     Raises:
@@ -56,6 +57,7 @@ def param_layouts(
             hint="set it, and use_layer_wise_distributed_optimizer=True in the OptimizerConfig",
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    usual = ddp_config.bucket_size or max(40_000_000, 1_000_000 * groups.dp_cp.size())
     tag_params_for_buffer_routing(model_chunks)
     balance = Balance(config, groups)
     return [
@@ -69,7 +71,7 @@ def param_layouts(
                 expert_data_parallel_world_size=groups.expt_dp.size(),
             ),
         )
-        for chunk, bucket_size in zip(model_chunks, bucket_sizes or [None] * len(model_chunks), strict=True)
+        for chunk, bucket_size in zip(model_chunks, bucket_sizes or [usual] * len(model_chunks), strict=True)
     ]
 
 
@@ -79,7 +81,7 @@ class Balance:
     def __init__(self, config: Any, groups: Any) -> None:
         check_name(config.optimizer)
         self.config, self.groups = config, groups
-        self.load: dict[BufferKey, list[float]] = {}
+        self.load: dict[bool, list[float]] = {}  # of the ranks of experts, and of the others
 
     def __call__(self, chunk: nn.Module, layout: FullParamLayout) -> FullParamLayout:
         """Exchange the shards of matrices in Megatron's layout of the next chunk."""
@@ -87,7 +89,7 @@ class Balance:
         found = dict(layout.layouts)
         for key, own in found.items():
             if key.is_managed_by_layer_wise_optimizer:
-                load = self.load.setdefault(key, [0.0] * (own.num_optimizer_shards or 1))
+                load = self.load.setdefault(key.is_expert_parallel, [0.0] * own.num_optimizer_shards)
                 found[key] = with_balanced_owners(own, costs, load)
         return FullParamLayout(found)
 
@@ -122,8 +124,9 @@ def costs_of(config: Any, chunk: nn.Module, groups: Any) -> dict[Parameter, floa
 
     What is fused costs as much as its parts.
     """
-    entry = registry._EMERGING_OPTIMIZERS[config.optimizer.removeprefix("dist_")]
-    arguments = entry.config_to_kwargs or partial(registry._default_adam_based_eopt_config_to_kwargs, config.optimizer)
+    name = plain_name(config.optimizer)
+    entry = registry._EMERGING_OPTIMIZERS[name]
+    arguments = entry.config_to_kwargs or partial(registry._default_adam_based_eopt_config_to_kwargs, name)
     optimizer = entry.optimizer_cls([Parameter(torch.zeros(2, 2, device="cpu"))], **arguments(config, [chunk], groups))
     capture = Capture(optimizer)
     spec = ParameterSpec((SMALL, SMALL), torch.float32, torch.float32, torch.device("cpu"))
@@ -158,7 +161,7 @@ def matrices_of(param: Any, ranks: int) -> list[tuple[int, int]]:
 
 def mark_qkv(chunk: nn.Module) -> None:
     """Mark fused weights of attention, as Megatron does later when it makes the optimizer."""
+    sizes = registry._get_qkv_split_shapes(chunk.config)
     for name, param in chunk.named_parameters():
-        sizes = registry._get_qkv_split_shapes(chunk.config)
         if "linear_qkv.weight" in name and param.shape[0] % sum(sizes) == 0:
             param.is_qkv, param.qkv_split_shapes = True, sizes  # type: ignore[attr-defined]

@@ -17,10 +17,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import training
 from torch import nn
 
+from canzona_compile.errors import CanzonaError
 from canzona_compile.integrations.megatron import get_megatron_optimizer
 from canzona_compile.integrations.megatron_layout import Balance
 
-OURS = {"muon": "canzona_muon", "dist_muon": "dist_canzona_muon"}  # by what --optimizer may be
+OUR_NAMES = {"muon": "canzona_muon"}  # by what --optimizer may be
+# What the command line has to say of Muon, because ours does nothing else; the defaults of some differ.
+MUON = {
+    "muon_coefficient_type": "simple",
+    "muon_scale_mode": "spectral",
+    "muon_extra_scale_factor": 0.2,
+    "muon_split_qkv": True,
+    "muon_scalar_optimizer": "adam",
+}
+HINT = "--muon-coefficient-type simple --muon-extra-scale-factor 0.2, and no other flag that changes its update"
 LAYER_WISE = training.LayerWiseDistributedOptimizer
 WRAP_CHUNKS = training.wrap_model_chunks_with_ddp
 
@@ -29,23 +39,32 @@ def enable(**options: Any) -> None:
     """Let `pretrain` make our optimizers, and choose owners by their costs in Megatron's ZeRO-1 for matrices.
 
     The command line of Megatron-LM has few names: `--optimizer muon` then means "canzona_muon", and `--optimizer soap`
-    the class of emerging-optimizers, wrapped. `pretrain` raises CanzonaError as `get_megatron_optimizer` does.
+    the class of emerging-optimizers, wrapped. `pretrain` raises CanzonaError as `get_megatron_optimizer` does, and if
+    flags of Muon ask for what "canzona_muon" does not do. Owners are chosen where there are several buckets, as with
+    `--overlap-grad-reduce`.
 
     Args:
         options: of `canzona_compile.wrap`.
     """
 
     def make(config: Any, model_chunks: Sequence[nn.Module], *args: Any, **given: Any) -> Any:
-        return get_megatron_optimizer(ours(config), model_chunks, *args, **given, **options)
+        return get_megatron_optimizer(with_our_name(config), model_chunks, *args, **given, **options)
 
     training.get_megatron_optimizer = make
     training.wrap_model_chunks_with_ddp = with_balance
 
 
-def ours(config: Any) -> Any:
+def with_our_name(config: Any) -> Any:
     """The config with the name of our optimizer."""
     own = copy(config)
-    own.optimizer = OURS.get(config.optimizer, config.optimizer)
+    own.optimizer = OUR_NAMES.get(config.optimizer, config.optimizer)
+    for name, value in MUON.items() if own.optimizer != config.optimizer else ():
+        if getattr(config, name) != value:
+            raise CanzonaError(
+                f"{name} is {getattr(config, name)!r}, and canzona_muon steps as with {value!r}",
+                at="canzona_compile.integrations.megatron_lm",
+                hint=HINT,
+            )
     return own
 
 
@@ -57,7 +76,7 @@ def with_balance(model_chunks: Sequence[nn.Module], *args: Any, pg_collection: A
         nonlocal balance
         if balance is None:
             config, _ = training.get_megatron_optimizer_config(training.get_args())
-            balance = Balance(ours(config), pg_collection or ProcessGroupCollection.use_mpu_process_groups())
+            balance = Balance(with_our_name(config), pg_collection or ProcessGroupCollection.use_mpu_process_groups())
         return balance(next(waiting), LAYER_WISE.compute_full_param_layout(*sizes, **more))
 
     training.LayerWiseDistributedOptimizer = SimpleNamespace(compute_full_param_layout=layout)

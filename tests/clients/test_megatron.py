@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,10 @@ import torch
 from tests.harness.ranks import run
 
 WHY = "the packages megatron-core and emerging-optimizers are not installed"
-pytest.importorskip("megatron.core.optimizer.emerging_optimizers", reason=WHY, exc_type=ImportError)
-models = pytest.importorskip("tests.harness.megatron_models", reason=WHY, exc_type=ImportError)
+pytest.importorskip("megatron.core.optimizer", reason=WHY, exc_type=ImportError)
+pytest.importorskip("emerging_optimizers", reason=WHY, exc_type=ImportError)
+with warnings.catch_warnings(action="ignore"):  # of Megatron, about what is not installed
+    models: Any = importlib.import_module("tests.harness.megatron_models")
 Case = models.Case
 
 TRAINED = {
@@ -47,6 +53,7 @@ RESUMED = {
     "muon, tp": (2, Case(tp=2)),
     "soap, tp": (2, Case(tp=2, optimizer="canzona_soap")),
     "soap, zero-1": (2, Case(bf16=True, layer_wise=True, optimizer="soap")),
+    "a leaf named like a part, tp": (2, Case(tp=2, optimizer="a_leaf_v")),
 }
 
 
@@ -75,6 +82,10 @@ MISTAKES = {
     "elementwise": (Case(optimizer="adam"), "optimizer='adam' .*steps no matrices"),
     "muon of megatron": (Case(optimizer="muon"), "TensorParallelMuon of Megatron puts matrices together by itself"),
     "zero-1 in float32": (Case(layer_wise=True), r"in float32 there are none\n.*bf16=True"),
+    "muon of megatron-lm, its own scale": (
+        Case(optimizer="muon", megatron_lm=True, scale=1.0),
+        "muon_extra_scale_factor is 1.0, .* as with 0.2\n.*--muon-coefficient-type simple",
+    ),
     "zero-1 of elements": (Case(zero1=True), r"a part of the gradients.*\n.*use_layer_wise_distributed_optimizer=True"),
 }
 
@@ -89,3 +100,16 @@ def test_other_weights_and_other_groups_are_refused() -> None:
     for other_model, other_groups in run(2, models.wrong_calls):
         assert "is in none of the model chunks" in other_model
         assert "made for 2 tensor-parallel ranks, but the group has 1" in other_groups
+
+
+def test_the_example_goes_on_from_its_checkpoint_with_the_losses_of_one_process(tmp_path: Path) -> None:
+    def losses(ranks: int, *options: str) -> list[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        script = Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
+        done = subprocess.run([*command, str(script), *options], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("step")]
+
+    first = losses(2, "--tp", "2", "--steps", "2", "--save", str(tmp_path))
+    rest = losses(2, "--tp", "2", "--steps", "4", "--save", str(tmp_path))
+    assert first + rest == losses(1, "--steps", "4")

@@ -92,7 +92,9 @@ FLAGS: dict[str, Callable[[], dict[str, Any]]] = {
 OF_TORCH = [
     kind
     for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind.__name__ not in ("Optimizer", "LBFGS")
+    if isinstance(kind, type)
+    and issubclass(kind, Optimizer)
+    and kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")  # SparseAdam takes no gradients that are dense
 ]
 FLAGGED = [(kind, flag) for kind in OF_TORCH for flag in FLAGS if flag in inspect.signature(kind).parameters]
 CORE = ("maximize", "fused", "capturable", "betas", "decoupled_weight_decay")

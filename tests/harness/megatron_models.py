@@ -39,6 +39,28 @@ from tests.harness.megatron_cpu import install
 LENGTH, VOCABULARY, BATCH, MICRO_BATCHES = 16, 64, 2, 2
 
 
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # of checkpoints, as Megatron-LM has it
+
+
+class LeafV(torch.optim.Optimizer):
+    """A matrix optimizer whose state has the name of a part of fused weights."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                if not self.state[p]:
+                    self.state[p]["v"] = torch.zeros_like(p)
+                v = self.state[p]["v"].mul_(0.9).add_(p.grad)
+                p.sub_(v @ (v.T @ v), alpha=group["lr"])
+
+
+megatron.register("a_leaf_v", LeafV)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """How a model is trained; sizes are numbers of ranks."""
@@ -57,6 +79,7 @@ class Case:
     sequence: bool = False
     gate: bool = False
     scattered: bool = False  # each rank gets the gradients of what it owns, by our layout
+    scale: float = 0.2
     megatron_lm: bool = False  # made as `megatron.training` makes it
 
     @property
@@ -88,6 +111,8 @@ class Training:
             params_dtype=case.dtype,
             clip_grad=case.clip,
             use_layer_wise_distributed_optimizer=case.layer_wise,
+            muon_coefficient_type="simple",
+            muon_extra_scale_factor=case.scale,
         )
         self.model = self._model()
         make = megatron_lm.training if case.megatron_lm else megatron
@@ -164,7 +189,10 @@ class Training:
     def state(self, is_loading: bool = False) -> dict[str, Any]:
         """What a checkpoint holds."""
         model = self.bare.sharded_state_dict()
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+        return {
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA),
+        }
 
     def save(self, folder: Path) -> None:
         if dist.get_rank() == 0:
@@ -252,7 +280,7 @@ class Beside:
             {"params": [m for p in group["params"] for m in self.whole[id(p)]], "weight_decay": group["weight_decay"]}
             for group in own.param_groups
         ]
-        name = megatron_lm.OURS.get(training.case.optimizer, training.case.optimizer)
+        name = megatron_lm.OUR_NAMES.get(training.case.optimizer, training.case.optimizer)
         make = emerging_optimizers._EMERGING_OPTIMIZERS[name].config_to_kwargs or partial(
             emerging_optimizers._default_adam_based_eopt_config_to_kwargs, name
         )
