@@ -36,7 +36,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from canzona_compile.integrations.megatron_layout import costs_of, param_layouts  # noqa: E402
+from canzona_compile.integrations.megatron_layout import costs_of, flops_of_steps, param_layouts  # noqa: E402
 from tests.harness import megatron_cpu  # noqa: E402
 
 QWEN3_32B: dict[str, Any] = {
@@ -92,7 +92,7 @@ def compared(name: str, model: nn.Module) -> dict[str, tuple[float, float]]:
     megatrons = LayerWiseDistributedOptimizer.compute_full_param_layout(
         list(model.parameters()), BUCKET, groups.dp_cp.size(), settings, groups.expt_dp.size()
     )
-    costs = costs_of(config, model, groups)
+    costs = costs_of(model, groups, flops_of_steps(config, model, groups))
     loads = {"megatron": work(megatrons, costs), "canzona_compile": work(ours, costs)}
     pads = {"megatron": padding(megatrons), "canzona_compile": padding(ours)}
     return {who: (max(load) * len(load) / sum(load), pads[who]) for who, load in loads.items()}

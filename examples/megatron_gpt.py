@@ -48,7 +48,6 @@ from canzona_compile.integrations.megatron_layout import param_layouts  # noqa: 
 from lm_data import Batches, standard_library  # noqa: E402
 
 BATCH, CONTEXT, BYTES = 4, 64, 256  # of a micro-batch; of text, in bytes; different ones
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # of checkpoints
 MICRO_BATCHES = 4  # of a step, on all data-parallel ranks together
 
 
@@ -116,7 +115,7 @@ def state_of(model: Any, optimizer: Any, schedule: Any, step: int, is_loading: b
     weights = bare(model).sharded_state_dict()
     return {
         "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA),
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading),
         "schedule": schedule.state_dict(),
         "step": step,
     }

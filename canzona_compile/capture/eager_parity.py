@@ -26,7 +26,7 @@ from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.ir.bit_exactness import placed_equally
 from canzona_compile.ir.compiled_call import num_compiled_calls
 from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, tensor_value
-from canzona_compile.ir.layout import Layout, LayoutKind
+from canzona_compile.ir.layout import Layout, LayoutKind, Shape
 from canzona_compile.ir.step import Role, Template
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.copies import deep_copy
@@ -35,6 +35,7 @@ from canzona_compile.replica.leaves import read, state_leaves, write
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
+SMALL = 32  # smallest dim of a `miniature`
 SAMPLES = 3
 LARGEST = 2**24  # elements; larger matrices are not compared, because what code asks does not depend on the size
 
@@ -171,3 +172,12 @@ def as_input(node: fx.Node, value: Any) -> Any:
 def is_torch_s_own(optimizer: Optimizer) -> bool:
     """Tell whether torch wrote the optimizer. If not, its `foreach` may select another formula."""
     return plain_class(optimizer).__module__.startswith("torch.optim")
+
+
+def miniature(shape: Shape) -> Shape:
+    """Return a small shape whose dims have the same order of size.
+
+    One comparison of a graph with an eager step holds for all sizes, so who captures at many sizes begins with this.
+    """
+    sizes = sorted(set(shape))
+    return tuple(SMALL * (1 + sizes.index(n)) for n in shape)

@@ -8,7 +8,7 @@ before. All buffers stay as long as they are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -22,12 +22,11 @@ from torch import nn
 from torch.nn import Parameter
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
+from canzona_compile.capture.eager_parity import miniature
 from canzona_compile.capture.templates import Capture
 from canzona_compile.errors import CanzonaError
 from canzona_compile.integrations.megatron import WHERE, Weights, check_name, fused, plain_name
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-
-SMALL = 32  # dims of the matrices on which captured graphs are compared with eager steps
 
 
 def param_layouts(
@@ -81,11 +80,13 @@ class Balance:
     def __init__(self, config: Any, groups: Any) -> None:
         check_name(config.optimizer)
         self.config, self.groups = config, groups
+        self.flops: Callable[[tuple[int, int]], int] | None = None  # captures once for all chunks
         self.load: dict[bool, list[float]] = {}  # of the ranks of experts, and of the others
 
     def __call__(self, chunk: nn.Module, layout: FullParamLayout) -> FullParamLayout:
         """Exchange the shards of matrices in Megatron's layout of the next chunk."""
-        costs = costs_of(self.config, chunk, self.groups)
+        self.flops = self.flops or flops_of_steps(self.config, chunk, self.groups)
+        costs = costs_of(chunk, self.groups, self.flops)
         found = dict(layout.layouts)
         for key, own in found.items():
             if key.is_managed_by_layer_wise_optimizer:
@@ -119,28 +120,27 @@ def with_balanced_owners(
     return replace(layout, param_index_map=places)
 
 
-def costs_of(config: Any, chunk: nn.Module, groups: Any) -> dict[Parameter, float]:
-    """The FLOPs that each matrix of a model chunk costs its owners, in the order of the model.
-
-    What is fused costs as much as its parts.
-    """
+def flops_of_steps(config: Any, chunk: nn.Module, groups: Any) -> Callable[[tuple[int, int]], int]:
+    """Get a function that says how many FLOPs the step of a matrix of a shape takes, by its heaviest variant."""
     name = plain_name(config.optimizer)
     entry = registry._EMERGING_OPTIMIZERS[name]
     arguments = entry.config_to_kwargs or partial(registry._default_adam_based_eopt_config_to_kwargs, name)
-    optimizer = entry.optimizer_cls([Parameter(torch.zeros(2, 2, device="cpu"))], **arguments(config, [chunk], groups))
+    matrix = Parameter(torch.zeros(2, 2, device="cpu"))
+    optimizer = entry.optimizer_cls([matrix], **arguments(config, [chunk], groups))
     capture = Capture(optimizer)
-    spec = ParameterSpec((SMALL, SMALL), torch.float32, torch.float32, torch.device("cpu"))
 
     @cache
     def flops(shape: tuple[int, int]) -> int:
-        """The FLOPs of the step of a matrix: of its heaviest variant."""
-        sizes = sorted(set(shape))
-        small = tuple(SMALL * (1 + sizes.index(n)) for n in shape)
-        for dims in (small, shape):  # one comparison of a graph with an eager step holds for all sizes
-            like = ParamExample(optimizer.param_groups[0], replace(spec, shape=dims), "a matrix")
-            kind = capture.kind_of(like)
+        for dims in (miniature(shape), shape):
+            spec = ParameterSpec(dims, torch.float32, torch.float32, torch.device("cpu"))
+            kind = capture.kind_of(ParamExample(optimizer.param_groups[0], spec, "a matrix"))
         return max(flops_of(symbolic_flops(t.graph, t), shape) for t in kind.templates.values())
 
+    return flops
+
+
+def costs_of(chunk: nn.Module, groups: Any, flops: Callable[[tuple[int, int]], int]) -> dict[Parameter, float]:
+    """The FLOPs that each matrix of a model chunk costs its owners. What is fused costs as much as its parts."""
     mark_qkv(chunk)
     weights = Weights([chunk], groups)
     found: dict[Parameter, float] = {}

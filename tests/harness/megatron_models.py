@@ -39,9 +39,6 @@ from tests.harness.megatron_cpu import install
 LENGTH, VOCABULARY, BATCH, MICRO_BATCHES = 16, 64, 2, 2
 
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # of checkpoints, as Megatron-LM has it
-
-
 class LeafV(torch.optim.Optimizer):
     """A matrix optimizer whose state has the name of a part of fused weights."""
 
@@ -191,7 +188,7 @@ class Training:
         model = self.bare.sharded_state_dict()
         return {
             "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA),
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading),
         }
 
     def save(self, folder: Path) -> None:

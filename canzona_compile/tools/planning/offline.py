@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from canzona_compile.api.chain import Chain
 from canzona_compile.api.whole_model import plain_muon_adamw
 from canzona_compile.capture.batch_dim import num_batch_dims
+from canzona_compile.capture.eager_parity import SMALL, miniature
 from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.separability import check_separable
@@ -38,7 +39,6 @@ from canzona_compile.session.stacks import kind_of
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
-SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
 DTYPE = torch.float32  # of parameters and gradients
 ENTRY = re.compile(r"(@\d+)?(\[\d+(:\d+)?\])?$")  # what tasks add to the name of a weight
 RANGE = re.compile(r"\[\d+:\d+\.")  # and to that of a piece
@@ -211,12 +211,6 @@ def elementwise(shape: Shape) -> ParamKind:
     name = f"elementwise_{'x'.join(map(str, shape)) or 'scalar'}_{dtype_name(DTYPE)}"
     leaves = (Leaf(Role.PARAM, "param", shape, DTYPE), Leaf(Role.GRAD, "grad", shape, DTYPE))
     return ParamKind(None, {None: Template(name, shape, DTYPE, leaves, ("param",), graph)}, (), {})
-
-
-def miniature(shape: Shape) -> Shape:
-    """Return a small shape whose dims have the same order of size."""
-    sizes = sorted(set(shape))
-    return tuple(SMALL * (1 + sizes.index(n)) for n in shape)
 
 
 def parts(weight: ModelWeight, sharding: WeightSharding, divided: bool) -> list[tuple[str, Layout]]:
