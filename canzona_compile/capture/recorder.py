@@ -24,7 +24,7 @@ from canzona_compile.replica.external_counters import Counts, counts_of
 from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.leaves import leaf_problem
 from canzona_compile.replica.parameter_spec import ParamExample
-from canzona_compile.replica.raised import Provoker, Untraceable, fallible, first_line
+from canzona_compile.replica.raised import Provoked, Provoker, Untraceable, fallible, first_line
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
@@ -126,9 +126,9 @@ class StepRecorder(FakeTwin, ABC):
             provoker = Provoker(place)
             try:
                 self.step_eagerly(provoker)
+            except Provoked:
+                continue
             except Exception as error:  # whatever its code makes of it
-                if error is provoker.error:
-                    continue
                 raise Untraceable(f"its step catches the errors of {provoker.failed}: {first_line(error)}") from error
             raise Untraceable(f"its step catches the errors of {provoker.failed}")
         self.restore(now)

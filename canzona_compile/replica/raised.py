@@ -215,13 +215,16 @@ def name_of(operator: Any) -> str:
     return str(operator._schema.name.partition("::")[2])
 
 
+class Provoked(LinAlgError):
+    """What a call raises within a Provoker, which does not keep it: its frames lead to the optimizer."""
+
+
 class Provoker(TorchDispatchMode):
     """Inside this mode one call fails of those that may, with an error of the type that linear algebra raises."""
 
     def __init__(self, place: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.failed, self.error = "", LinAlgError("provoked, to see whether the step catches it")
-        self._left = place
+        self.failed, self._left = "", place
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -229,7 +232,7 @@ class Provoker(TorchDispatchMode):
         if not self.failed and name_of(func) in FALLIBLE:
             if not self._left:
                 self.failed = str(func)
-                raise self.error
+                raise Provoked("provoked, to see whether the step catches it")
             self._left -= 1
         return func(*args, **(kwargs or {}))
 

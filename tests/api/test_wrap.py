@@ -238,7 +238,7 @@ def test_nothing_is_left_of_an_optimizer_that_nobody_holds(made: str, use: Calla
         assert left_after(MADE[made], use) == []
 
 
-@pytest.mark.parametrize("made", ["muon", "eager", full("shampoo")])
+@pytest.mark.parametrize("made", ["muon", "eager", "shampoo"])
 @pytest.mark.usefixtures("dynamo_at_work")
 def test_captures_are_freed_with_their_optimizer(made: str) -> None:
     """Dynamo's caches, and the errors of trials, do not hold them."""
