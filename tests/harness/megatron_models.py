@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,8 @@ class Case:
     scattered: bool = False  # each rank gets the gradients of what it owns, by our layout
     scale: float = 0.2
     megatron_lm: bool = False  # made as `megatron.training` makes it
+    tp_mode: str = "blockwise"  # of Megatron's own Muon, as the next
+    precision: str = "medium"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,7 +90,7 @@ class Case:
 class Training:
     """A model, its optimizer and its data on this rank."""
 
-    def __init__(self, case: Case, seed: int = 1) -> None:
+    def __init__(self, case: Case, seed: int = 1, make: Callable[..., Any] | None = None) -> None:
         install()
         logging.disable(logging.WARNING)
         end_groups()
@@ -110,10 +113,12 @@ class Training:
             use_layer_wise_distributed_optimizer=case.layer_wise,
             muon_coefficient_type="simple",
             muon_extra_scale_factor=case.scale,
+            muon_tp_mode=case.tp_mode,
+            muon_fp32_matmul_prec=case.precision,
         )
         self.model = self._model()
-        make = megatron_lm.training if case.megatron_lm else megatron
-        self.optimizer = make.get_megatron_optimizer(self.settings, [self.model])
+        make = make or (megatron_lm.training if case.megatron_lm else megatron).get_megatron_optimizer
+        self.optimizer = make(self.settings, [self.model])
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=2e-3,
@@ -262,7 +267,7 @@ def forward(batches: Any, model: Any) -> Any:
 
 
 class Beside:
-    """A plain optimizer of whole matrices beside a wrapped one of Megatron's."""
+    """A plain optimizer of whole matrices beside one of Megatron's."""
 
     def __init__(self, training: Training, own: Any) -> None:
         self.own, self.groups = own, ProcessGroupCollection.use_mpu_process_groups()
@@ -272,12 +277,15 @@ class Beside:
         for name, param in training.model.named_parameters():
             names[id(param)] = names[id(getattr(param, "main_param", param))] = name, param
         self.weights = [(p, *names[id(p)]) for group in own.param_groups for p in group["params"]]
-        self.whole = {id(p): list(map(nn.Parameter, self.matrices(p.data, like))) for p, _, like in self.weights}
+        self.whole = {
+            id(p): [self.parameter(whole, like) for whole in self.matrices(p.data, like)] for p, _, like in self.weights
+        }
         groups = [
             {"params": [m for p in group["params"] for m in self.whole[id(p)]], "weight_decay": group["weight_decay"]}
             for group in own.param_groups
         ]
-        name = megatron_lm.OUR_NAMES.get(training.case.optimizer, training.case.optimizer)
+        name = training.case.optimizer
+        name = megatron_lm.OUR_NAMES.get(name, name) if training.case.megatron_lm else name
         make = emerging_optimizers._EMERGING_OPTIMIZERS[name].config_to_kwargs or partial(
             emerging_optimizers._default_adam_based_eopt_config_to_kwargs, name
         )
@@ -300,6 +308,10 @@ class Beside:
         if getattr(like, "partition_stride", 1) == 2:
             return [torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True)]
         return [torch.cat(parts, like.partition_dim) if len(parts) > 1 else parts[0]]
+
+    def parameter(self, whole: Tensor, _like: Any) -> nn.Parameter:
+        """What the plain optimizer is given of a whole matrix."""
+        return nn.Parameter(whole)
 
     def before(self, *_: Any) -> None:
         for group, own in zip(self.plain.param_groups if self.plain else (), self.own.param_groups, strict=False):
