@@ -27,7 +27,7 @@ from canzona_compile import CanzonaError, UnsupportedOptimizer
 from examples.optimizers.shampoo import Shampoo
 from tests.harness import toys
 from tests.harness.layouts import Case, Laid
-from tests.harness.marks import first, full
+from tests.harness.marks import first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import (
     Pair,
