@@ -74,7 +74,7 @@ class OfOneProcess(Beside):
             return [torch.cat(blocks, 1).flatten(0, 1)]
         return [torch.cat(parts)]
 
-    def parameter(self, whole: Tensor, like: Any) -> nn.Parameter:
+    def parameter(self, whole: Tensor, like: Any) -> Any:
         made: Any = nn.Parameter(whole)
         if getattr(like, "is_qkv", False):
             made.is_qkv, made.qkv_split_shapes = True, like.qkv_split_shapes

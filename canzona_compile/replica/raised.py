@@ -215,7 +215,7 @@ def name_of(operator: Any) -> str:
     return str(operator._schema.name.partition("::")[2])
 
 
-class Provoked(LinAlgError):
+class Provoked(LinAlgError):  # type: ignore[misc]
     """What a call raises within a Provoker, which does not keep it: its frames lead to the optimizer."""
 
 
