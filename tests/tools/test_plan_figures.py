@@ -159,11 +159,11 @@ StackSGD = toy("stack-sgd", update="grad @ (grad.mT @ grad)")()
 @pytest.mark.full
 def test_experts_are_owned_where_they_lie() -> None:
     shapes = {name: {"shape": [4, 48, 32], "experts": True} for name in ("gate", "up")}
-    found = planned(shapes, "fsdp=4,ep=2").forecast  # Muon takes no stacks, so that each entry is a matrix
+    found = planned(shapes, "fsdp=4,ep=2").forecast  # a range of each stack on each rank
     assert [t.name for t in found.tasks] == [
-        f"{name}@{part}[{i}]" for name in shapes for part in (0, 1) for i in (0, 1)
+        f"{name}@{part}[{i}:{i + 1}]" for name in shapes for part in (0, 1) for i in (0, 1)
     ]
-    assert {t.shape for t in found.tasks} == {(48, 32)}
+    assert {t.shape for t in found.tasks} == {(1, 48, 32)}
     owners = {part: {t.owner for t in found.tasks if f"@{part}" in t.name} for part in (0, 1)}
     assert owners == {0: {0, 2, 4, 6}, 1: {1, 3, 5, 7}}
     whole = planned(shapes, "fsdp=4,ep=2", optimizer=StackSGD).forecast
