@@ -126,10 +126,11 @@ class AssignOwners:
         down = sum(bytes_of_wires(p.scatter) for p in owned)
         work, own_work = sum(compute[p.name] for p in all_), [compute[p.name] for p in owned]
         busiest = work - sum(own_work) + max(sum(own_work) * share, max(own_work, default=0.0))
+        across, copies = rates.sent(grid.shards), rates.sent(grid.replicas)
         load = GroupLoad(
-            gather_bytes=(up - own_up + own_up * share) * sharded,
+            gather_bytes=(up - own_up + own_up * share) * sharded * across,
             compute_flops=busiest * rates.flops,
-            scatter_bytes=down * (share * sharded + (grid.replicas > 1) / grid.shards),
+            scatter_bytes=down * (share * sharded * across + (grid.replicas > 1) * copies / grid.shards),
             collectives=sharded + bool(owned) * (sharded + (grid.replicas > 1)),
         )
         return round(pipeline_seconds([load], rates, 1), 12)  # a tie is a tie, whatever the order of sums

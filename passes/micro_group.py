@@ -94,7 +94,7 @@ class FormMicroGroups:
             return round(pipeline_seconds(loads, rates, self.depth), 12)  # a tie is a tie, whatever the order of sums
 
         times = [seconds(plan) for plan in plans]
-        limit = min(times) * (1 + TOLERANCE * (rates.overlap or grid.size == 1))
+        limit = min(times) * (1 + TOLERANCE * (rates.overlap > 0 or grid.size == 1))
         near = [plan for plan, time in zip(plans, times, strict=True) if time <= limit]
         return min(near, key=lambda plan: (live_bytes(plan, placed, self.depth), len(plan)))
 

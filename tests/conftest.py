@@ -72,10 +72,12 @@ def captures_are_quick() -> Iterator[None]:
     from tests.harness.optimizers import (  # late, see pytest_configure
         keep_what_is_shared,
         leave_guards_unmeasured,
+        leave_rates_assumed,
         plans_share_captures,
     )
 
     leave_guards_unmeasured()
+    leave_rates_assumed()
     keep_what_is_shared()
     with plans_share_captures():
         yield

@@ -93,6 +93,7 @@ class NodeWork:
         product: dtype of a matrix product, whose call is not in `calls`; empty for others.
         size: of a matrix product, the geometric mean of its three dims.
         own: whether a product is one of our operators, which always run on stacks where tasks are alike.
+        name: of a decomposition; empty for others.
     """
 
     seconds: float
@@ -104,6 +105,7 @@ class NodeWork:
     flops: float = 0.0
     size: float = 0.0
     own: bool = False
+    name: str = ""
 
     def times(self, matrices: int) -> NodeWork:
         """The same for each matrix of a stack, in one call."""
@@ -205,7 +207,7 @@ def decomposition_work(node: fx.Node, hardware: Hardware) -> NodeWork:
     assert operand is not None
     flops, size = float(decomposition_flops(node, operand.shape)), operand.shape[-1]
     moved = size_of(operand) + sum(map(size_of, results(node)))
-    return NodeWork(flops / hardware.factorization_rate(name, size), moved, 1)
+    return NodeWork(flops / hardware.factorization_rate(name, size), moved, 1, name=name)
 
 
 def results(node: fx.Node) -> list[torch.Tensor]:

@@ -33,14 +33,26 @@ class Rates:
         flops: FLOPs per second of matrix products, per rank.
         wire: bytes per second that a rank sends in an all-to-all.
         latency: seconds that a collective costs however small it is.
-        overlap: whether communication runs beside computation (NCCL on its own stream) or takes the
-            same cores (gloo on a CPU).
+        overlap: the share of communication that runs beside computation: all of it with NCCL on its own stream.
+        here: see `Hardware.here`.
     """
 
     flops: float
     wire: float
     latency: float
-    overlap: bool
+    overlap: float
+    here: bool = False
+
+    def sent(self, ranks: int) -> float:
+        """The share of whole matrices that their owner sends to so many ranks, itself among them.
+
+        Assumed rates are only compared with one another, and count all of it.
+        """
+        return 1.0 - 1.0 / ranks if self.here else 1.0
+
+    def copied(self, ranks: int) -> float:
+        """How many times an owner sends what each of so many ranks gets, itself among them."""
+        return ranks - 1.0 if self.here else 1.0
 
 
 @cache
@@ -48,15 +60,18 @@ def rates_of(machine: Machine, ranks: tuple[int, ...] = ()) -> Rates:
     """The rates of a machine in short, with the slowest link among `ranks`."""
     hardware = hardware_of(machine)
     link = hardware.link(ranks or (0,))
-    flops = hardware.product_rate("bfloat16", TYPICAL) * machine.threads
-    return Rates(flops, link.bandwidth, link.latency, hardware.overlap)
+    threads = 1 if hardware.here else machine.threads  # whose products used all threads
+    flops = hardware.product_rate("bfloat16", TYPICAL) * threads
+    return Rates(flops, link.bandwidth, link.latency, hardware.overlap, hardware.here)
 
 
 def task_seconds(placed: Placed, machine: Machine, ranks: tuple[int, ...]) -> float:
     """Seconds that one matrix takes by itself: arithmetic, and launches, which are all there is to small ones."""
     hardware, rates = hardware_of(machine), rates_of(machine, ranks)
-    launches = graph_time(placed.compute, hardware, placed.kind.matrices).launches(hardware)
-    return placed.flops / rates.flops + launches
+    time = graph_time(placed.compute, hardware, placed.kind.matrices)
+    if hardware.here:
+        return time.total(hardware)
+    return placed.flops / rates.flops + time.launches(hardware)
 
 
 # -- what a micro-group asks of its ranks ------------------------------------------------------
@@ -138,11 +153,13 @@ class SharedLaunches:
     Attributes:
         fragments: seconds of launches on fragments.
         compute: what an owner does with a whole matrix.
+        flops: of that, as the load of owners counts them.
         stacks: whether an owner's matrices are computed as a stack.
     """
 
     fragments: float
     compute: GraphTime
+    flops: int
     hardware: Hardware
     stacks: bool
 
@@ -154,14 +171,14 @@ class SharedLaunches:
     def uneven(self, count: int, rates: Rates) -> float:
         """Seconds that the products of `count` matrices take more than at the one rate of `rates`.
 
-        Small ones leave processors idle, unless enough of them are one stack. 0 on CPU.
+        Small ones leave processors idle, unless enough of them are one stack. 0 on CPU, unless its rates were measured.
 
         Args:
             count: how many matrices alike an owner has in one micro-group.
             rates: those with which their FLOPs are counted.
         """
         if self.hardware.device == "cpu":
-            return 0.0
+            return count * (self.compute.seconds - self.flops / rates.flops) if self.hardware.here else 0.0
         each = sum(work.seconds - work.flops / rates.flops for work in self.compute.works)
         return count * (each - (self.compute.saves(count, self.hardware) if self.stacks else 0.0))
 
@@ -171,7 +188,8 @@ def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLau
     hardware = hardware_of(machine)
     graphs = (placed.prepare, placed.compute, placed.apply)
     prepare, compute, apply = (graph_time(g, hardware, placed.kind.matrices) for g in graphs)
-    return SharedLaunches(prepare.launches(hardware) + apply.launches(hardware), compute, hardware, stacks)
+    launches = prepare.launches(hardware) + apply.launches(hardware)
+    return SharedLaunches(launches, compute, placed.flops, hardware, stacks)
 
 
 def seconds_beside(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], rates: Rates) -> float:
@@ -200,12 +218,14 @@ def load_of(
     """
     load = load_by_owner(tasks, placed)
     sharded, exchanged = grid.shards > 1, grid.replicas > 1
+    crossing = 1.0 if rates is None else rates.sent(grid.shards)
+    copies = 1.0 if rates is None else rates.copied(grid.replicas)
     owned = len(load.flops) > 1
     down = max((n for owner, n in load.down.items() if owner is not None), default=0)
     return GroupLoad(
-        gather_bytes=busiest(load.up) * sharded,
+        gather_bytes=busiest(load.up) * sharded * crossing,
         compute_flops=float(busiest(load.flops)),
-        scatter_bytes=down * (sharded + exchanged / grid.shards),
+        scatter_bytes=down * (sharded * crossing + exchanged * copies / grid.shards),
         collectives=sharded + owned * (sharded + exchanged),
         beside=0.0 if shared is None or rates is None else seconds_beside(tasks, shared, rates),
     )
@@ -214,7 +234,8 @@ def load_of(
 def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> float:
     """Predict the time of a step that is not scheduled yet.
 
-    With overlap the link gathers ahead while the processor computes; without it everything adds up.
+    With overlap the link gathers ahead while the processor computes; without it everything adds up. A share of overlap
+    gives the same share of what that saves.
     """
     times: list[tuple[float, float, float]] = []
     for g in groups:
@@ -222,8 +243,9 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
         up = g.gather_bytes / rates.wire + rates.latency * (halves - halves // 2) * (g.gather_bytes > 0)
         down = g.scatter_bytes / rates.wire + rates.latency * max(1, halves // 2) * (g.scatter_bytes > 0)
         times.append((up, g.compute_flops / rates.flops + g.beside, down))
+    one_by_one = float(sum(map(sum, times)))
     if not rates.overlap or depth == 1:
-        return float(sum(map(sum, times)))
+        return one_by_one
     processor = link = 0.0  # seconds from the begin of the step until which each is busy, with one thing at a time
     computed: list[float] = []
     for i, (up, work, _) in enumerate(times):
@@ -234,4 +256,4 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
         computed.append(processor)
     for i in range(max(0, len(times) - depth), len(times)):
         link = max(link, computed[i]) + times[i][2]
-    return link
+    return rates.overlap * link + (1.0 - rates.overlap) * one_by_one

@@ -92,6 +92,7 @@ class Storages:
         if not self.rules.lenient:
             return self.rules.of
         if id(param) not in self._known:  # the first one, or one that was added
-            plan = Session(self.optimizer, Options(state=self.rules)).bind_and_plan()
+            session = Session(self.optimizer, Options(state=self.rules))
+            plan = session.plan_bound(session.bind_all())
             self._known = {id(bound.param): plan.storages(bound.task.name) for bound in plan.bound.values()}
         return self._known.setdefault(id(param), lambda *_: None)

@@ -23,7 +23,7 @@ from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder, at_parameter
 from canzona_compile.session.checkpoints import is_dummy_step
 from canzona_compile.session.plan import BoundParam, Plan, make_plan
-from canzona_compile.session.planning import PlannedSession
+from canzona_compile.session.planning import BoundBySession, PlannedSession
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring, whole_leaf
 from canzona_compile.session.step_driver import StepDriver
@@ -146,15 +146,19 @@ class OwnerSession(Session):
         self._apart, self._noticed = True, False
         return super()._start()
 
-    def bind_and_plan(self) -> Plan:
-        """Plan the updates of what this rank owns, with the owners of the plan of the model."""
+    def bind_all(self) -> BoundBySession:
+        """Bind what this rank owns."""
         self.capture.rehearse()
         for fragment in self.fragments:
             fragment.lend_marks()
         binder = Binder(self.optimizer, self.options, self.capture)
         bound = [b for fragment in self.fragments for b in self._bind(fragment, binder)]
         bound.sort(key=lambda b: b.task.index)
-        return make_plan(bound, self.optimizer_name, self.options, self.observers, self._model_plan.step)
+        return {self: bound}
+
+    def plan_bound(self, every: BoundBySession) -> Plan:
+        """Plan the updates of what this rank owns, with the owners of the plan of the model."""
+        return make_plan(every[self], self.optimizer_name, self.options, self.observers, self._model_plan.step)
 
     def _bind(self, fragment: Fragment, binder: Binder) -> Iterator[BoundParam]:
         division, stand_in = fragment.division, fragment.stand_in

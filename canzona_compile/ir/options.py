@@ -33,7 +33,7 @@ KINDS: Mapping[str, tuple[Any, str]] = {
     "split": (Mapping | None, 'rows by patterns of names, as in {"*.qkv.weight": {"q": 4096, "k": 1024, "v": 1024}}'),
     "hardware": (
         str | Path | Hardware | None,
-        "the name of a machine, or a file that `canzona-compile calibrate` wrote",
+        'the name of a machine, a file that `canzona-compile calibrate` wrote, or "assumed"',
     ),
     "plan": (str | Path | PlanFile | Mapping | None, "a plan, or its file"),
 }
@@ -113,7 +113,8 @@ class Options:
         planner: the rule that chooses owners: "lpt-swap", "lpt" or "alpha".
         alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
         hardware: the rates that decisions use: a name, or a file that `canzona-compile calibrate` wrote. By default
-            the rates that are assumed for the kind of device.
+            ranks that share matrices measure them before their first plan, which takes a part of a second. With
+            "assumed" they take those of a usual machine of the kind of device, as ranks do that share nothing.
         plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
             `optimizer.canzona.plan()`. The run takes its owners and micro-groups, and plans nothing else.
         cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them. Otherwise every step runs call by
@@ -130,6 +131,7 @@ class Options:
             "exp_avg*": "bfloat16 cpu"}, of which the first that fits counts. Results have the bits of the plain
             optimizer whose state `round_state` rounds. Checkpoints hold the plain optimizer's dtypes.
         agreed: no argument: by the global ranks of a grid, the capacity that they chose; empty until they have.
+        measured: no argument: the rates that ranks have measured; None until they have.
 
     Raises:
         CanzonaError: an option has an impossible value.
@@ -149,13 +151,26 @@ class Options:
     prefix: str = ""
     planner: str = "lpt-swap"
     alpha: float = 1.0
-    hardware: Hardware | None = None
+    hardware: Hardware | Literal["assumed"] | None = None
     plan: PlanFile | None = None
     cuda_graphs: bool = True
     audit: int | None = None
     one_per_matrix: Callable[[list[Parameter]], Optimizer] | None = None
     state: StateRules | None = None
     agreed: tuple[tuple[tuple[int, ...], int], ...] = field(default=(), compare=False)
+    measured: Hardware | None = field(default=None, compare=False)
+
+    @property
+    def rates(self) -> Hardware | None:
+        """The rates that decisions use; None for those that are assumed."""
+        if isinstance(self.hardware, Hardware):
+            return self.hardware
+        return self.measured if self.plan is None else self.plan.rates
+
+    @property
+    def measures(self) -> bool:
+        """Whether ranks that share matrices have to measure their rates before they plan."""
+        return self.hardware is None and self.measured is None and self.plan is None
 
     @property
     def any_capacity(self) -> int:
@@ -165,8 +180,9 @@ class Options:
     @property
     def text(self) -> str:
         """The options that must be equal on all ranks, as text for comparison."""
-        apart = {"replicate", "split", "layout", "names", "prefix", "hardware", "plan", "cuda_graphs", "agreed"}
-        names = [f.name for f in fields(self) if f.name not in {*apart, "one_per_matrix"}]
+        apart = {"replicate", "split", "layout", "names", "prefix", "hardware", "plan", "cuda_graphs"}
+        apart |= {"agreed", "measured", "one_per_matrix"}
+        names = [f.name for f in fields(self) if f.name not in apart]
         splits = [f"{pattern} is {split}" for pattern, split in self.split]
         if self.plan is not None:
             splits.append(f"plan {self.plan.fingerprint}")
@@ -249,7 +265,7 @@ def made_options(
     made = {**given, **fixed}
     made["state"] = rules_of(made.get("state"))
     made["split"], made["layout"] = splits_of(made.get("split")), GivenLayout.of(made.get("layout"))
-    if isinstance(rates := made.get("hardware"), str | Path):
+    if isinstance(rates := made.get("hardware"), str | Path) and rates != "assumed":
         made["hardware"] = named_hardware(str(rates))
     if made.get("plan") is not None:
         made["plan"] = read_plan(made["plan"])

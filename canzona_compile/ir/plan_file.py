@@ -15,7 +15,7 @@ from typing import Any
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.printer import parts, text_of
 from canzona_compile.ir.step import Step, Strategy, Task
-from canzona_compile.machine.hardware import read_json
+from canzona_compile.machine.hardware import Hardware, hardware_from, read_json
 
 SCHEMA = 1
 KIND = "canzona plan"
@@ -53,6 +53,7 @@ class PlanFile:
         digests: hashes of the printed graphs, tasks, micro-groups and schedule. They tell which part differs.
         fingerprint: a hash of all of these. It is equal if two runs do the same in the same order.
         replicas: the number of data-parallel ranks that share the matrices, under ZeRO-1; None without it.
+        rates: those that ranks measured before they planned; None for others, which the run is given again.
     """
 
     optimizer: str
@@ -62,6 +63,7 @@ class PlanFile:
     digests: tuple[tuple[str, str], ...]
     fingerprint: str
     replicas: int | None = None
+    rates: Hardware | None = None
 
     @classmethod
     def of(cls, step: Step) -> PlanFile:
@@ -80,12 +82,13 @@ class PlanFile:
             tuple(digests(printed).items()),
             fingerprint(printed),
             len(step.buckets[0].lengths) if step.buckets else None,
+            rates if (rates := step.machine.rates) is not None and rates.here else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file as plain lists, dicts, strings and numbers."""
-        found = {"schema": SCHEMA, "kind": KIND, **asdict(self)}
-        return {**found, "digests": dict(self.digests)}
+        found = {"schema": SCHEMA, "kind": KIND, **asdict(self), "digests": dict(self.digests)}
+        return {**found, "rates": self.rates.to_dict()} if self.rates is not None else without(found, "rates")
 
     def to_json(self) -> str:
         """Return the content of the file, to be saved and passed as `plan=`."""
@@ -230,7 +233,15 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CanzonaError(f"an entry is wrong: {type(error).__name__}: {error}", at=at, hint=MAKE_ANEW) from error
     named = str(found["optimizer"]), depth, tasks, groups, tuple(known.items()), str(found["fingerprint"])
-    return PlanFile(*named, replicas)
+    rates = found.get("rates")
+    if rates is not None and not isinstance(rates, Mapping):
+        raise CanzonaError("rates is not an object", at=at, hint=MAKE_ANEW)
+    return PlanFile(*named, replicas, None if rates is None else hardware_from(rates, at))
+
+
+def without(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return all entries but one."""
+    return {key: value for key, value in found.items() if key != name}
 
 
 def whole(value: Any) -> int:

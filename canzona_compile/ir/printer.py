@@ -34,6 +34,7 @@ from canzona_compile.ir.step import (
     Task,
     Template,
 )
+from canzona_compile.machine.hardware import HERE
 
 MATRIX_RANKS = 8  # the largest grid, in ranks, whose blocks are printed one by one
 
@@ -88,6 +89,8 @@ def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
 def show_header(step: Step) -> str:
     machine = step.machine
     rates = f" rates={machine.rates.name}@{machine.rates.digest}" if machine.rates else ""
+    if machine.rates is not None and machine.rates.here:  # they vary a little from run to run
+        rates = f" rates={HERE}"
     return (
         f"step @{step.optimizer} form={step.form.name.lower()} "
         f"machine={machine.device}/{machine.backend or 'none'} threads={machine.threads}{rates}"

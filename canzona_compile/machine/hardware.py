@@ -60,6 +60,7 @@ def spelled(character: str) -> str:
     return character if character.isprintable() or character in KEPT else ascii(character)[1:-1]
 
 
+HERE = "measured"  # the name of rates that the ranks of a run measured before they planned
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
 ANEW = "write a file with `canzona-compile calibrate -o mine.json`"
@@ -112,7 +113,8 @@ class Hardware:
         device, backend: what ranks compute with ("cuda", "cpu") and talk through ("nccl", "gloo").
         ranks_per_node: ranks that `node` links connect; between nodes there is `network`.
         processors: of a node, shared by its ranks: GPUs, or cores with one thread per rank.
-        overlap: whether communication runs beside computation or takes the same processors.
+        overlap: the share of an exchange that runs beside computation: 1 if it takes no processor, 0 if it takes one
+            all the time.
         products: FLOP/s of matrix products by dtype, over the geometric mean of their three dims.
         factorizations: FLOP/s of eigh, qr, ... over the dim; "other" stands for all that are not listed.
         bandwidth: bytes per second that elementwise work reads and writes in memory.
@@ -134,7 +136,7 @@ class Hardware:
     backend: str
     ranks_per_node: int
     processors: int
-    overlap: bool
+    overlap: float
     products: tuple[tuple[str, Curve], ...]
     factorizations: tuple[tuple[str, Curve], ...]
     bandwidth: float
@@ -175,6 +177,11 @@ class Hardware:
         return replace(self, **{field: slowed(getattr(self, field), field, own) for field, own in times.items()})
 
     @property
+    def here(self) -> bool:
+        """Whether the ranks of a run measured them before they planned."""
+        return self.name == HERE
+
+    @property
     def digest(self) -> str:
         """A short hash of all fields: ranks that plan together must have equal ones."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
@@ -189,6 +196,7 @@ class Hardware:
         return {
             "schema": SCHEMA,
             **asdict(self),
+            "overlap": bool(self.overlap) if self.overlap in (0.0, 1.0) else self.overlap,
             "products": {name: curve.points for name, curve in self.products},
             "factorizations": {name: curve.points for name, curve in self.factorizations},
             "transposed": self.transposed.points,
@@ -299,8 +307,10 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
     for name in ("name", "device", "backend"):
         if not isinstance(given[name], str):
             raise CanzonaError(f"{name} is {given[name]!r}, not a string", at=at, hint=SHOWN)
-    if not isinstance(given["overlap"], bool):
-        raise CanzonaError(f"overlap is {given['overlap']!r}, neither true nor false", at=at, hint=SHOWN)
+    if isinstance(given["overlap"], bool):
+        values["overlap"] = float(given["overlap"])
+    elif number(given["overlap"], "overlap", at, positive=False) > 1:
+        raise CanzonaError(f"overlap is {given['overlap']!r}, which is no share", at=at, hint="0 to 1, false or true")
     for name in ("products", "factorizations"):
         values[name] = curves(given[name], name, at)
     if "other" not in dict(values["factorizations"]):

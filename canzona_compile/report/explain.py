@@ -125,7 +125,7 @@ def _explained_ahead(session: Session) -> tuple[ExplainedParameter, ...]:
         owned_as = None
         if not refused:
             with contextlib.suppress(CanzonaError):  # of another optimizer, whose own rows say it
-                owned_as = siblings.owned(session, bound, binders)
+                owned_as = siblings.owned(session, siblings.bind(session, bound, binders))
         made = make_plan(bound, session.optimizer_name, session.options, owned_as=owned_as)
         planned = {row.name: row for row in rows_of(made)}
         for b in bound:

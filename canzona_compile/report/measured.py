@@ -44,7 +44,7 @@ def predict(step: Step, hardware: Hardware) -> Prediction:
     phases = by_phase(dict(found.acts))
     if (held := matrices_by_rank(step)) and "prepare" in phases:
         phases["look"] = hardware.host * statistics.fmean(held.values())
-        if not hardware.overlap:
+        if hardware.device == "cpu":
             phases["look"] = min(phases["prepare"], phases["look"])
             phases["prepare"] -= phases["look"]
     seconds = found.seconds

@@ -25,6 +25,7 @@ from canzona_compile.report.sections import (
     event,
     group_section,
     lanes,
+    links_text,
     load_section,
     measured_remark,
     measured_section,
@@ -101,8 +102,10 @@ def remarks(report: RunReport) -> Iterator[str]:
     machine = report.machine
     yield measured_remark(report.measured) or (
         f"predicted step {format_seconds(report.predicted_seconds or 0.0)}, simulated with "
-        f"{rates_label(hardware_of(machine).assumed)}"
+        f"{rates_label(hardware_of(machine))}"
     )
+    if machine.rates is not None and machine.rates.here:
+        yield links_text(machine.rates)
     yield f"{'/'.join(filter(None, (machine.device, machine.backend)))}, {report.numerics} numerics"
     yield (
         f"{plural(report.captures, 'capture')}, {plural(report.variants, 'variant')}, "

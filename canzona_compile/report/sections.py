@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from canzona_compile.errors import some
+from canzona_compile.machine.hardware import Hardware, Link
 from canzona_compile.report.page import (
     Bar,
     Bars,
@@ -347,9 +348,23 @@ def measured_remark(report: MeasuredReport | None) -> str:
     return f"{measured}, simulated {format_seconds(report.predicted_seconds)} ({error_text(report.error)})"
 
 
-def rates_label(assumed: Sequence[str]) -> str:
-    """Say in two words whether all rates of a prediction were measured."""
-    return "assumed rates" if assumed else "measured rates"
+def rates_label(hardware: Hardware) -> str:
+    """Say in a few words whether the rates of a prediction were measured."""
+    if hardware.here:
+        return "rates that ranks measured before this plan"
+    return "assumed rates" if hardware.assumed else "measured rates"
+
+
+def links_text(hardware: Hardware) -> str:
+    """Say what links ranks measured."""
+    own = hardware.node
+    if hardware.network != own:
+        return f"links measured: {link_text(own)} within a node, {link_text(hardware.network)} between nodes"
+    return f"links measured: {link_text(own)}; {hardware.overlap:.0%} of an exchange runs beside computation"
+
+
+def link_text(link: Link) -> str:
+    return f"{format_bytes(link.bandwidth)}/s, {format_seconds(link.latency)}"
 
 
 def rates_text(assumed: Sequence[str]) -> str:

@@ -317,7 +317,7 @@ class Binder:
         param, kind = bound.param, bound.kind
         if isinstance(param, DTensor) and (reason := self._missing_rule(bound.task.param_group, param)):
             return reason
-        machine = machine_of([bound.spec.device], self.options.hardware)
+        machine = machine_of([bound.spec.device], self.options.rates)
         narrowed = (narrowed_on_owner(template, machine, bound.task.layout) for template in kind.templates.values())
         return NARROWED if self.options.numerics == "exact" and not kind.by_dispatch and any(narrowed) else ""
 

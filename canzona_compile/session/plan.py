@@ -200,7 +200,7 @@ def machine_of(devices: Iterable[torch.device], rates: Hardware | None = None) -
 def captured_step(bound: Sequence[BoundParam], optimizer: str, options: Options) -> Step:
     """Make the CAPTURED step of bound parameters."""
     templates = {t.name: t for b in bound for t in b.kind.templates.values()}
-    machine = machine_of((b.spec.device for b in bound), options.hardware)
+    machine = machine_of((b.spec.device for b in bound), options.rates)
     return Step(Form.CAPTURED, optimizer, machine, tuple(templates.values()), tuple(b.task for b in bound))
 
 

@@ -79,12 +79,17 @@ class PlannedSession(PortableState):
         check_marked(self.options.layout, (param for group in groups for param in group["params"]))
         return bound
 
-    def bind_and_plan(self) -> Plan:
-        """Bind the parameters and plan their updates. In a dummy step, others of a chain are not bound."""
-        siblings, alone = self.siblings, self._in_dummy_step
-        binders = {self: self.exchanged()} if alone else siblings.exchanged(self)
-        bound = self.bind(binders[self])
-        owned_as = None if alone else siblings.owned(self, bound, binders)
+    def bind_all(self) -> BoundBySession:
+        """Bind the parameters, and those of others of a chain that have no plan yet. In a dummy step, only its own."""
+        if self._in_dummy_step:
+            return {self: self.bind(self.exchanged())}
+        binders = self.siblings.exchanged(self)
+        return self.siblings.bind(self, self.bind(binders[self]), binders)
+
+    def plan_bound(self, every: BoundBySession) -> Plan:
+        """Plan the updates of the parameters."""
+        siblings, bound = self.siblings, every[self]
+        owned_as = None if self._in_dummy_step else siblings.owned(self, every)
         complete = len(siblings.sessions) == 1
         plan = make_plan(bound, self.optimizer_name, self.options, self.observers, owned_as, complete)
         if self.number == 1 and self.options.replicate is None:
@@ -121,6 +126,7 @@ class PlannedSession(PortableState):
 
 
 Binders = Mapping[PlannedSession, Binder]  # of those whose parameters are bound now
+BoundBySession = Mapping[PlannedSession, list[BoundParam]]
 
 
 class Siblings:
@@ -152,7 +158,12 @@ class Siblings:
         """
         return {session: session.exchanged() for session in self.sessions if session is own or session.driver is None}
 
-    def owned(self, own: PlannedSession, bound: Sequence[BoundParam], binders: Binders) -> Step | None:
+    def bind(self, own: PlannedSession, bound: list[BoundParam], binders: Binders) -> BoundBySession:
+        """Bind the parameters of those that have no plan yet, beside what the session that plans has bound."""
+        others = [session for session in self.sessions if session is not own and session.driver is None]
+        return {own: bound} | {session: session.bind(binders[session]) for session in others}
+
+    def owned(self, own: PlannedSession, bound: BoundBySession) -> Step | None:
         """Choose the owners of all matrices of the chain; none for a session that is alone.
 
         Every session asks when it plans. All of them get the same owners unless something changes in between. What a
@@ -163,11 +174,10 @@ class Siblings:
         every: list[Sequence[BoundParam]] = []
         kept: dict[str, Task] = {}
         for session in self.sessions:
-            if session is own:
-                every.append(bound)
-            elif session.driver is None:
-                every.append(session.bind(binders[session]))
+            if session in bound:
+                every.append(bound[session])
             else:
+                assert session.driver is not None
                 every.append(list(session.driver.plan.bound.values()))
                 kept |= {task.name: task for task in session.driver.plan.owned.tasks}
         parts, count = [], 0

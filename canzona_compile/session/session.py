@@ -18,19 +18,20 @@ from canzona_compile.compat.torch_private import HOOKS_OF_ALL
 from canzona_compile.errors import CanzonaError, problem_of
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.options import Options
-from canzona_compile.replica.raised import first_line, note_rank
+from canzona_compile.replica.raised import failed_on, first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.runtime.streams import check_not_capturing
+from canzona_compile.session import rates
 from canzona_compile.session.agreements import Agreements
 from canzona_compile.session.bind import meshes_of, replica_ranks
 from canzona_compile.session.checkpoints import is_dummy_step, undone
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.params import check_differentiable
-from canzona_compile.session.plan import Plan, proposed_capacity
-from canzona_compile.session.planning import PlannedSession
+from canzona_compile.session.plan import BoundParam, Plan, proposed_capacity
+from canzona_compile.session.planning import BoundBySession, PlannedSession
 from canzona_compile.session.portable_state import given_back_on_error
 from canzona_compile.session.step_driver import ChangeKind, StepChange, StepDriver
 from canzona_compile.views.given_layout import shardings_of
@@ -240,14 +241,22 @@ class Session(PlannedSession):
         replicate = self.options.replicate
         if distributed():
             self.groups.learn([*meshes, *([replicate] if replicate else [])])
-        found: list[Plan] = []
-        error = problem_of(lambda: found.append(self.bind_and_plan()))
+        bound: list[BoundBySession] = []
+        error = problem_of(lambda: bound.append(self.bind_all()))
         agreements = self._agreements = self._agreements or Agreements(self.groups, device, self.optimizer)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         if self.shared is not None:  # only ranks that share tasks have announced that they plan again
             members = {ranks for session in self.siblings.sessions for ranks in session.shared or ()}
         text = self.siblings.text
-        agreements.report(members, error, f"{text} state={self.options.state}" if self.options.state else text)
+        text += f" state={self.options.state}" if self.options.state else ""
+        text += "" if self.options.hardware is None else f" hardware={getattr(self.options.hardware, 'digest', '')}"
+        agreements.report(members, error, text)
+        (every,) = bound
+        if self.options.measures and not self._in_dummy_step:
+            self._measure_rates([b for own in every.values() for b in own])
+        found: list[Plan] = []
+        error = problem_of(lambda: found.append(self.plan_bound(every)))
+        agreements.report(members, error)
         (plan,) = found
         if self.shared is not None:
             grids = {task.layout.grid.members() for task in plan.owned.tasks if task.layout.grid.size > 1}
@@ -266,6 +275,24 @@ class Session(PlannedSession):
                 agreements.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
             agreements.report(members, problem_of(driver.choose_variants))
         return driver
+
+    def _measure_rates(self, bound: Sequence[BoundParam]) -> None:
+        """Measure what the plans of this chain depend on. This is a collective of the ranks that share matrices."""
+        assert self._agreements is not None
+        sets = rates.shared_by(bound)
+        if not sets:
+            return
+        agreements, groups, watch = self._agreements, self.groups, self._agreements.waiter
+        known = {ranks: (agreements.of(ranks), groups.of(ranks)) for ranks in sorted(sets)}
+        try:
+            for ranks in known:
+                groups.warm_up(ranks, self.device, watch)
+            found = rates.measured_rates(known, rates.Wanted.by(bound), self.device, watch)
+        except BaseException as error:  # the others wait for this rank
+            agreements.fail(failed_on(self.rank, error))
+            raise
+        for session in self.siblings.sessions:
+            session.options = replace(session.options, measured=found)
 
     def _give_up(self, driver: StepDriver, error: BaseException) -> None:
         """Leave a plan that has not taken a step."""

@@ -3,7 +3,8 @@
 Every rank runs its operations in order. Work takes a processor, which the ranks of a node may share: n jobs on C
 processors each run at min(1, C / n) of full speed. A collective begins when all of its members have started it and
 their links are free of earlier ones. It is over for a member when that member's part has arrived. If processors move
-the bytes themselves, a part is a job that takes a processor, beside the rank's other work.
+the bytes themselves, a part is a job that takes a processor, beside the rank's other work; if they take part in that,
+a share of it is.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ class Engine:
         self.operations, self.collectives, self.shown = operations, collectives, shown
         ranks = len(operations)
         self.alone, self.ranks_per_node = not hardware.overlap, hardware.ranks_per_node
-        self.shared = hardware.processors < self.ranks_per_node or self.alone
+        self.taken = 1.0 - hardware.overlap  # of the seconds of a collective, those of a processor
+        self.shared = hardware.processors < self.ranks_per_node or self.taken > 0.0
         self.nodes = [Node(hardware.processors) for _ in range(-(-ranks // self.ranks_per_node))]
         self.place = [0] * ranks  # the index of the next operation
         self.links = {NODE: [0.0] * ranks, NETWORK: [0.0] * ranks}  # the time at which each link is free
@@ -319,7 +321,15 @@ class Engine:
                 if busy:
                     self.links[link][member] = end
                     self.show(collective, number, member, link, begin, end, part.sent)
-            self.arrive(member, number, end)
+            if self.taken and end > begin:
+                seconds = self.taken * (end - begin)
+                self.at(begin, partial(self.help, member, number, seconds, end))
+            else:
+                self.arrive(member, number, end)
+
+    def help(self, member: int, number: int, seconds: float, end: float, begin: float) -> None:
+        """Take a processor for some seconds of a member's part, which ends no earlier than its links let it."""
+        self.work(member, begin, seconds, lambda done: self.arrive(member, number, max(done, end)))
 
     def carry(self, member: int, number: int, part: CollectiveShare, begin: float) -> None:
         """Move a member's part with a processor. Latency is work for it as well: system calls and waking threads."""

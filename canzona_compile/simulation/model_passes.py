@@ -138,7 +138,7 @@ def played(
 ) -> SimulatedPass:
     """Play a pass."""
     near = hardware.link(ranks) == hardware.node
-    taking = ranks if not hardware.overlap else ranks[:1]
+    taking = ranks if hardware.overlap < 1.0 else ranks[:1]
     collectives = [
         Collective(
             moving,

@@ -62,7 +62,7 @@ def simulate(step: Step, hardware: Hardware, *, shown: Collection[int] = ()) -> 
     spans = tuple(sorted(outcome.spans, key=lambda s: (s.rank, s.start, s.stream)))
     sent = tuple((group, str(phase), total) for (group, phase), total in player.totals.items())
     acts = tuple(seconds_by_act(player, outcome, visible).items())
-    books = max(matrices_by_rank(step).values(), default=0) * hardware.host if hardware.overlap else 0.0
+    books = max(matrices_by_rank(step).values(), default=0) * hardware.host if hardware.device != "cpu" else 0.0
     return Simulation(max(outcome.seconds, books), summaries, tuple(sorted(visible)), spans, tuple(memory), sent, acts)
 
 

@@ -129,7 +129,7 @@ def traffic(
         exchange(made.ends[Phase.EXCHANGE], scattered, nodes)
         made.compute += 2 * scattered * grid.replicas / hardware.bandwidth  # a copy for each replica
     made.prepare += launches.prepare(tasks)
-    if not hardware.overlap:
+    if hardware.device == "cpu":
         made.prepare += len(tasks) * hardware.host
     made.apply += launches.apply(tasks)
     return made

@@ -155,12 +155,14 @@ def live(end: Connection, log: str) -> None:
     from tests.harness.optimizers import (  # late, see tests/conftest.py
         keep_what_is_shared,
         leave_guards_unmeasured,
+        leave_rates_assumed,
         plans_share_captures,
     )
 
     write_to(log)
     torch.set_num_threads(1)
     leave_guards_unmeasured()
+    leave_rates_assumed()
     keep_what_is_shared()
     plans_share_captures().start()
     if not torch.accelerator.is_available():

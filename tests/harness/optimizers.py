@@ -17,9 +17,10 @@ from torch.optim import Muon, Optimizer
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.replica.homes import signature
-from canzona_compile.session import planning
+from canzona_compile.session import planning, rates
 
 Shape = tuple[int, ...]
+SHARED_BY = rates.shared_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,3 +298,18 @@ def leave_guards_unmeasured() -> None:
     For that measurement, which goes to a log that no test reads, it flushes the cache of the processor.
     """
     guards.profile_guard_manager = lambda *_: 0.0
+
+
+def leave_rates_assumed() -> None:
+    """The same: ranks measure no rates before they plan, so that plans are the same in each run."""
+    rates.shared_by = lambda _: set()
+
+
+@contextmanager
+def rates_measured() -> Iterator[None]:
+    """Inside this context, ranks measure as they do for users."""
+    rates.shared_by = SHARED_BY
+    try:
+        yield
+    finally:
+        leave_rates_assumed()

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
-from canzona_compile.machine.hardware import named_hardware
+from canzona_compile.machine.hardware import hardware_from, named_hardware
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.calibrate import EXTENTS, calibrate, measured_machine
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes, dims_of, products, transposed
+from tests.harness.ranks import run
 
 TINY = MeasurementSizes((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
 CPU = torch.device("cpu")
@@ -183,15 +187,30 @@ def test_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ranks": 0}, "ranks is 0"),
         ({"base": "h1000"}, "no hardware 'h1000'"),
         ({"device": "cuda"}, "there is no CUDA device"),
-        ({"device": "cpu"}, "starts its own ranks"),
     ],
 )
 def test_what_cannot_be_measured(options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    if options == {"device": "cpu"}:
-        monkeypatch.setenv("WORLD_SIZE", "2")  # as under torchrun
     with pytest.raises(CanzonaError, match=says):
         calibrate(extent=TINY, **options)
+
+
+def on_two_hosts() -> str:
+    """As if torchrun had started one rank on each of two hosts."""
+    own = {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    with mock.patch.dict(os.environ, own):
+        found, shows = calibrate(device="cpu", extent=TINY)
+    assert shows == (dist.get_rank() == 0)
+    return found.to_json()
+
+
+def test_ranks_of_several_hosts_measure_the_link_between_them() -> None:
+    texts = run(2, on_two_hosts)
+    found = hardware_from(json.loads(texts[0]), "a rank")
+    assert "network" in found.measured
+    assert "node" not in found.measured
+    assert found.ranks_per_node == 1
+    assert 0.0 <= found.overlap <= 1.0
 
 
 @pytest.mark.parametrize(("output", "says"), [("no/mine.json", "there is no such folder"), (".", "it is a folder")])

@@ -11,6 +11,7 @@ import torch
 from canzona_compile.compat.telling import shown
 from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import Hardware, hardware_from, named_hardware
+from canzona_compile.session.rates import kind_of
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
@@ -29,7 +30,6 @@ HOW = {  # what is measured, by the name of the rate
     "host": "a step with many small matrices, outside of its program, caches cleared",
 }
 ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
-FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that were not measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 EXTENTS = {
@@ -54,8 +54,8 @@ def calibrate(
 ) -> tuple[Hardware, bool]:
     """Measure this machine.
 
-    On CPU this starts gloo ranks of one thread. On CUDA this process measures, together with the others that torchrun
-    started, if it did.
+    Under torchrun, also on several hosts, the processes that it started measure together. Without it, this starts
+    gloo ranks of one thread on CPU, and measures in this process on CUDA.
 
     Args:
         device: "cpu" or "cuda"; None takes CUDA where there is one.
@@ -71,27 +71,18 @@ def calibrate(
         raise CanzonaError(
             f"ranks is {ranks}, not a positive integer", hint="pass at least 1; 2 ranks are enough to measure a link"
         )
-    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise CanzonaError("calibrate starts its own ranks on CPU", hint="run it without torchrun, with --ranks")
-    kind = named_hardware(base or default_base(device))
+    kind = named_hardware(base or kind_of(torch.device(device)))
     how = extent or EXTENTS[device, quick]
-    if device == "cuda":
-        rank, found = started.cuda(how)
-        return measured_machine(found, kind, how, device, int(os.environ.get("WORLD_SIZE", "1"))), rank == 0
+    together = int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "cuda" or together > 1:
+        rank, found = started.joined(device, how)
+        return measured_machine(found, kind, how, device, together), rank == 0
     return measured_machine(started.cpu(ranks, how), kind, how, device, ranks), True
 
 
 def processors() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def default_base(device: str) -> str:
-    """The name of the known kind of machine that is most like this one."""
-    if device == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name().lower()
-    return next((known for known in ("a100", "h100", "h200", "gb300") if known in name), FALLBACK)
 
 
 def measured_machine(
@@ -104,7 +95,8 @@ def measured_machine(
         name = torch.cuda.get_device_name().lower().replace(" ", "-")
         memory = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:
-        near, shared = max(ONE_NODE, ranks), f", of {ranks} processes at work on {cores} cores"
+        near = int(os.environ["LOCAL_WORLD_SIZE"]) if "network" in found else max(ONE_NODE, ranks)
+        shared = f", of {ranks} processes at work on {cores} cores"
         name = f"cpu-{cores}"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     backend, time = ("nccl", "wall time") if gpu else ("gloo", "CPU time of a rank's process")
@@ -114,8 +106,9 @@ def measured_machine(
     sources = {rate: f"{words}; {clock.how}{shared}, {version}" for rate, words in HOW.items()}
     sources |= {"node": links, "network": links}
     sources["memory"] = "the device's properties" if gpu else "this machine's, by its cores"
+    overlap = found.pop("overlap", gpu)
     measured = {**found, "memory": memory}
-    shape = {"name": name, "device": device, "backend": backend, "overlap": gpu}
+    shape = {"name": name, "device": device, "backend": backend, "overlap": overlap}
     shape |= {"ranks_per_node": near, "processors": near if gpu else cores}
     kept = {rate: f"assumed, as {base.name}: {text}" for rate, text in base.sources if rate not in measured}
     kept |= {rate: sources[rate] for rate in measured}

@@ -1,4 +1,4 @@
-"""The ranks that measure: processes of our own on CPU, the caller's own process on CUDA."""
+"""The ranks that measure: those that torchrun started; else processes of our own on CPU, and one process on CUDA."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError
+from canzona_compile.machine.hardware import Link
+from canzona_compile.runtime.waiter import Waiter
+from canzona_compile.session.rates import exchanges
 from canzona_compile.tools.calibration import measure
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
@@ -60,18 +63,22 @@ def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes) -> MeasuredRates:
     return measured(torch.device("cpu"), extent, rank, ranks, ranks)
 
 
-def cuda(extent: MeasurementSizes) -> tuple[int, MeasuredRates]:
-    """Measure this process's GPU, and links together with the other processes that torchrun started, if it did.
+def joined(kind: str, extent: MeasurementSizes) -> tuple[int, MeasuredRates]:
+    """Measure in this process, and links together with the other processes that torchrun started, if it did.
 
     Every node has equally many ranks, whose numbers follow one another, as torchrun starts them. Links are measured
     within a node and between nodes, where there are other ranks.
     """
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     started = ranks > 1 and not dist.is_initialized()
-    if started:
+    if started and kind == "cuda":
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+    elif started:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     found = measured(device, extent, rank, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))))
     if ranks > 1:
         dist.barrier()
@@ -97,7 +104,11 @@ def measured(device: torch.device, extent: MeasurementSizes, rank: int, ranks: i
         nodes = [range(first, first + near) for first in range(0, ranks, near)]
         across = [range(local, ranks, near) for local in range(near)]
         for name, teams in (("node", nodes), ("network", across)):
-            if len(teams[0]) > 1:
+            if len(teams[0]) == 1:
+                continue
+            if on_cpu and name == "network":
+                found |= between_hosts(teams, device)
+            else:
                 found[name] = asdict(link_among(teams, device, extent.repetitions))
     if on_cpu:
         begin("bookkeeping of a step")
@@ -106,6 +117,21 @@ def measured(device: torch.device, extent: MeasurementSizes, rank: int, ranks: i
         dist.all_reduce(host)
         found["host"] = float(host) / ranks
     return found
+
+
+def between_hosts(teams: Sequence[Sequence[int]], device: torch.device) -> MeasuredRates:
+    """The link between hosts, where bytes wait on a wire and not for a core, and what runs beside that.
+
+    On one host a rank's processor moves the bytes, which `link_among` counts.
+    """
+    groups = [(team, dist.new_group(list(team))) for team in teams]
+    group = next(own for team, own in groups if dist.get_rank() in team)
+    assert isinstance(group, dist.ProcessGroup)
+    own = exchanges(group, device, Waiter([], device), torch.float32)
+    slowest = torch.tensor(list(own.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    latency, seconds, exposed = slowest.tolist()
+    return {"network": asdict(Link(1 / seconds, latency)), "overlap": round(1.0 - exposed, 1)}
 
 
 def stages(total: int, tells: bool) -> Callable[[str], None]:

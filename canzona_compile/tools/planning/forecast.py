@@ -223,7 +223,7 @@ def assumptions(request: Request, step: Step) -> tuple[str, ...]:
         "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",
         "gradients are there when the step begins",
     ]
-    if request.hardware.overlap and (held := matrices_by_rank(step)):
+    if request.hardware.device != "cpu" and (held := matrices_by_rank(step)):
         most = max(held.values())
         books = format_seconds(most * request.hardware.host)
         found.append(

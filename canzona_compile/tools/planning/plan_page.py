@@ -323,6 +323,8 @@ def curve(own: Curve) -> str:
 
 
 def overlap_text(hardware: Hardware) -> str:
+    if 0.0 < hardware.overlap < 1.0:
+        return f"{hardware.overlap:.0%} of a transfer overlaps with computation"
     if hardware.overlap:
         return "transfers overlap with computation, on separate links"
     return "transfers use the processors that compute, so nothing overlaps"

@@ -1,0 +1,277 @@
+"""Measure the rates that a plan depends on, on the ranks that are about to make it.
+
+Each set of ranks that shares matrices exchanges messages, alone and beside products. Each rank times products and
+decompositions of the dtypes that its captured code has. All times are by the clock on the wall, of ranks that do the
+same at once, so that ranks which share cores or links measure what is left to each. Of what ranks found the slowest
+counts, rounded to steps of `STEP`, so that another run on the same machines plans alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from canzona_compile.analysis.flops import DECOMPOSITIONS
+from canzona_compile.analysis.roofline import works
+from canzona_compile.compat.telling import tell
+from canzona_compile.ir.layout import Ranks
+from canzona_compile.ir.program_ops import Watch
+from canzona_compile.machine.hardware import HERE, Curve, Hardware, Link, assumed_hardware, named_hardware
+from canzona_compile.runtime.agreement import Agreement
+from canzona_compile.session.plan import BoundParam
+
+STEP = 1.25
+LONG = 0.015  # seconds of an exchange or a product that is long enough
+SIZES = (32, 128, 512, 2048)  # of products and decompositions, as far as they are not longer than LONG by much
+FIRST, LARGEST = 2**16, {"cpu": 2**24, "cuda": 2**26}  # bytes that a rank exchanges
+TINY = 8  # exchanges of the smallest size, whose median is the latency
+ROUNDS = 4  # after which ranks of sets that share members, through up to so many others, know the slowest of all
+FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that are not measured
+BESIDE = 256  # rows and columns of the products beside an exchange
+
+Rates = dict[str, dict[str, float]]  # by field of `Hardware`, and in it by name: seconds, or seconds per byte or FLOP
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the captured code of this rank does: dtypes of its products, and names of its decompositions."""
+
+    products: tuple[torch.dtype, ...]
+    decompositions: tuple[str, ...]
+
+    @property
+    def beside(self) -> torch.dtype:
+        """The dtype of the products beside exchanges."""
+        return self.products[0] if self.products else torch.float32
+
+    @classmethod
+    def by(cls, bound: Iterable[BoundParam]) -> Wanted:
+        """Find it."""
+        hardware = assumed_hardware("cpu")  # of which nothing counts here
+        kinds = {id(b.kind): b.kind for b in bound}.values()
+        graphs = [t.graph for kind in kinds for t in kind.templates.values() if not t.interpreted]
+        found = [work for graph in graphs for work in works(graph, hardware)]
+        dtypes = sorted({work.product for work in found if work.product})
+        return cls(tuple(getattr(torch, name) for name in dtypes), tuple(sorted({w.name for w in found if w.name})))
+
+
+def shared_by(bound: Iterable[BoundParam]) -> set[Ranks]:
+    """The sets of ranks that share matrices."""
+    known: dict[int, bool] = {}
+    found = set()
+    for b in bound:
+        if b.task.layout.grid.size > 1:
+            if id(b.kind) not in known:
+                wanted = Wanted.by([b])
+                eager = any(t.interpreted for t in b.kind.templates.values())
+                known[id(b.kind)] = eager or bool(wanted.products or wanted.decompositions)
+            if known[id(b.kind)]:
+                found.add(b.task.layout.grid.members())
+    return found
+
+
+def measured_rates(
+    sets: Mapping[Ranks, tuple[Agreement, dist.ProcessGroup]], wanted: Wanted, device: torch.device, watch: Watch
+) -> Hardware:
+    """Measure, and agree with the other ranks of each set. This is a collective of all of them."""
+    tell("measuring rates")
+    began = time.perf_counter()
+    found: Rates = {}
+    for ranks in sorted(sets):
+        agreement, group = sets[ranks]
+        hosts = agreement.share(f"{socket.gethostname()} {os.environ.get('LOCAL_WORLD_SIZE', '')}")
+        if not found:  # now that the others do the same
+            found = alone(wanted, device)
+        near = len(set(hosts)) == 1
+        slower(found, {"node" if near else "network": exchanges(group, device, watch, wanted.beside)})
+    slower(found, {"all": {"seconds": time.perf_counter() - began}})
+    for _ in range(ROUNDS):
+        for ranks in sorted(sets):
+            for text in sets[ranks][0].share(json.dumps(found)):
+                slower(found, json.loads(text))
+    return hardware_of(found, device)
+
+
+def slower(found: Rates, other: Rates) -> None:
+    """Take over what is slower on another rank."""
+    for field, own in other.items():
+        known = found.setdefault(field, {})
+        known |= {name: max(value, known.get(name, 0.0)) for name, value in own.items()}
+
+
+def hardware_of(found: Rates, device: torch.device) -> Hardware:
+    """Put rounded rates in the places of those that are assumed."""
+    base = named_hardware(kind_of(device))
+    near = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if "network" not in found else 1))
+    curves: dict[str, dict[str, Curve]] = {"products": {}, "factorizations": {}}
+    for field, made in curves.items():
+        points: dict[str, list[tuple[float, float]]] = {}
+        for name, taken in found.get(field, {}).items():
+            kind, size = name.split()
+            points.setdefault(kind, []).append((float(size), 1 / rounded(taken)))
+        made |= {kind: Curve(tuple(sorted(own))) for kind, own in points.items()}
+    links = {field: link_of(found[field]) for field in ("node", "network") if field in found}
+    only = next(iter(links.values()))
+    hidden = [own["exposed"] for field, own in found.items() if field in links]
+    how = f"measured by the ranks of this run before their first plan, in {found['all']['seconds']:.2g} s"
+    measured = sorted({*links, *(field for field, own in curves.items() if own)})
+    return replace(
+        base,
+        name=HERE,
+        ranks_per_node=max(1, near),
+        processors=max(1, near),
+        overlap=round(1.0 - max(hidden), 1) if device.type == "cpu" else base.overlap,
+        products=tuple((dict(base.products) | curves["products"]).items()),
+        factorizations=tuple((dict(base.factorizations) | curves["factorizations"]).items()),
+        node=links.get("node", only),
+        network=links.get("network", only),
+        sources=tuple({**dict(base.sources), **dict.fromkeys(measured, how)}.items()),
+        measured=tuple(measured),
+    )
+
+
+def kind_of(device: torch.device) -> str:
+    """The name of the known kind of machine that is most like this one."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower()
+    return next((known for known in ("a100", "h100", "h200", "gb300") if known in name), FALLBACK)
+
+
+def link_of(found: Mapping[str, float]) -> Link:
+    return Link(1 / rounded(found["seconds_per_byte"]), rounded(found["latency"]))
+
+
+def rounded(value: float) -> float:
+    """The nearest power of `STEP`."""
+    return STEP ** round(math.log(value, STEP))
+
+
+# -- what is timed -------------------------------------------------------------------------------------
+
+
+def alone(wanted: Wanted, device: torch.device) -> Rates:
+    """Seconds per FLOP of products and decompositions, by dtype or name and size.
+
+    Not on CUDA, where a call by itself mostly waits for its launch: rates of its kind of GPU are known better.
+    """
+    found: Rates = {"products": {}, "factorizations": {}}
+    if device.type == "cuda":
+        return found
+    for dtype in wanted.products:
+        for size, seconds in rising(partial(product, dtype, device), device):
+            found["products"][f"{str(dtype).removeprefix('torch.')} {size}"] = seconds / (2 * size**3)
+    for name in wanted.decompositions:
+        if name in ("eigh", "qr"):
+            for size, seconds in rising(partial(decomposition, name, device), device):
+                found["factorizations"][f"{name} {size}"] = seconds / (float(DECOMPOSITIONS[name]) * size**3)
+    return found
+
+
+Work = Callable[[], object]
+
+
+def product(dtype: torch.dtype, device: torch.device, size: int) -> Work:
+    """A matrix times its transpose."""
+    matrix = torch.full((size, size), 1.0 / size, dtype=dtype, device=device)
+    return lambda: torch.mm(matrix, matrix.mT)
+
+
+def decomposition(name: str, device: torch.device, size: int) -> Work:
+    """One of a symmetric matrix with eigenvalues that are all different."""
+    places = torch.arange(size, dtype=torch.float32, device=device)
+    matrix = torch.outer(places.sin(), places.sin()) + torch.diag(places + 1.0)
+    return lambda: getattr(torch.linalg, name)(matrix)
+
+
+def rising(make: Callable[[int], Work], device: torch.device) -> Iterable[tuple[int, float]]:
+    """The seconds of work of ascending sizes, until it takes long."""
+    seconds = 0.0
+    for size in SIZES:
+        if seconds * 64 > 10 * LONG:
+            return
+        work = make(size)
+        work()
+        seconds = min(lasting(work, device) for _ in range(2))
+        yield size, seconds
+
+
+def lasting(work: Work, device: torch.device) -> float:
+    """Mean seconds of work that is repeated for `LONG`, so that ranks which share cores get their share of them."""
+    count, begin = 0, now(device)
+    while True:
+        work()
+        count += 1
+        if (taken := now(device) - begin) >= LONG:
+            return taken / count
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def exchanges(group: dist.ProcessGroup, device: torch.device, watch: Watch, dtype: torch.dtype) -> dict[str, float]:
+    """The seconds of the smallest all-to-all, seconds per byte that a rank sends, and the share that no product hides.
+
+    This is a collective.
+
+    Args:
+        dtype: of the products.
+    """
+    ranks = group.size()
+
+    def agreed(*values: float) -> list[float]:
+        """The largest of all ranks, who all come here first."""
+        told = torch.tensor(values, dtype=torch.float64, device=device)
+        watch.wait(dist.all_reduce(told, dist.ReduceOp.MAX, group=group, async_op=True))
+        found: list[float] = told.tolist()
+        return found
+
+    def exchange(size: int) -> Callable[[], Any]:
+        sent = torch.zeros(max(1, size // ranks) * ranks, dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
+        return lambda: dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+    def timed(start: Callable[[], Any], beside: Work | None = None, count: int = 0) -> float:
+        """The seconds of an exchange, and of products that run meanwhile."""
+        begin = now(device)
+        work = start()
+        for _ in range(count):
+            assert beside is not None
+            beside()
+        if work is not None:
+            watch.wait(work)
+        return now(device) - begin
+
+    smallest = exchange(1)
+    latency = sorted(agreed(*(timed(smallest) for _ in range(TINY))))[TINY // 2]
+    size, points = FIRST, [(0.0, latency)]
+    while True:
+        start = exchange(size)
+        agreed(timed(start))
+        points.append((size * (ranks - 1) / ranks, min(agreed(timed(start))[0], agreed(timed(start))[0])))
+        if points[-1][1] >= LONG or size >= LARGEST[device.type]:
+            break
+        size *= 4
+    (before, shorter), (sent, longest) = points[-2:]
+    rate = (longest - shorter) / (sent - before) if longest > shorter else longest / sent
+    beside = product(dtype, device, BESIDE)
+    beside()
+    each = agreed(lasting(beside, device))[0]
+    count = max(1, math.ceil(longest / each))
+    tries = [agreed(timed(lambda: None, beside, count), timed(start), timed(start, beside, count)) for _ in range(2)]
+    products, bare, together = (min(own) for own in zip(*tries, strict=True))
+    exposed = (together - products) / bare if products > bare else (together - bare) / products
+    return {"latency": latency, "seconds_per_byte": rate, "exposed": min(1.0, max(0.0, exposed))}
