@@ -39,7 +39,9 @@ ROUNDS = 4  # after which ranks of sets that share members, through up to so man
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that are not measured
 BESIDE = 256  # rows and columns of the products beside an exchange
 
-Rates = dict[str, dict[str, float]]  # by field of `Hardware`, and in it by name: seconds, or seconds per byte or FLOP
+Slowness = dict[
+    str, dict[str, float]
+]  # by field of `Hardware`, and in it by name: seconds, or seconds per byte or FLOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def measured_rates(
     """Measure, and agree with the other ranks of each set. This is a collective of all of them."""
     tell("measuring rates")
     began = time.perf_counter()
-    found: Rates = {}
+    found: Slowness = {}
     for ranks in sorted(sets):
         agreement, group = sets[ranks]
         hosts = agreement.share(f"{socket.gethostname()} {os.environ.get('LOCAL_WORLD_SIZE', '')}")
@@ -102,14 +104,14 @@ def measured_rates(
     return hardware_of(found, device)
 
 
-def slower(found: Rates, other: Rates) -> None:
+def slower(found: Slowness, other: Slowness) -> None:
     """Take over what is slower on another rank."""
     for field, own in other.items():
         known = found.setdefault(field, {})
         known |= {name: max(value, known.get(name, 0.0)) for name, value in own.items()}
 
 
-def hardware_of(found: Rates, device: torch.device) -> Hardware:
+def hardware_of(found: Slowness, device: torch.device) -> Hardware:
     """Put rounded rates in the places of those that are assumed."""
     base = named_hardware(kind_of(device))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if "network" not in found else 1))
@@ -160,12 +162,12 @@ def rounded(value: float) -> float:
 # -- what is timed -------------------------------------------------------------------------------------
 
 
-def alone(wanted: Wanted, device: torch.device) -> Rates:
+def alone(wanted: Wanted, device: torch.device) -> Slowness:
     """Seconds per FLOP of products and decompositions, by dtype or name and size.
 
     Not on CUDA, where a call by itself mostly waits for its launch: rates of its kind of GPU are known better.
     """
-    found: Rates = {"products": {}, "factorizations": {}}
+    found: Slowness = {"products": {}, "factorizations": {}}
     if device.type == "cuda":
         return found
     for dtype in wanted.products:

@@ -70,3 +70,8 @@ def test_the_best_plan_takes_30_ms_and_is_balanced_otherwise() -> None:
     whole = planned(strategy="owner").forecast
     assert whole.imbalance <= 1.10
     assert whole.simulation.seconds > best.simulation.seconds
+
+
+def test_without_root_or_tools_there_are_no_slow_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert said(str(BENCHMARKS / "slow_links.py")).startswith("nothing was measured: links are made by ")

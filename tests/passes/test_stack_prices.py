@@ -41,7 +41,7 @@ def test_micro_groups_that_keep_matrices_alike_together_are_shorter() -> None:
     hardware, rates = hardware_of(CUDA), rates_of(CUDA)
     works = tuple(product(1024, hardware) for _ in range(15))
     compute = GraphTime(sum(work.seconds for work in works), 0, works=works)
-    stacked, looped = (SharedLaunches(0.0, compute, hardware, stacks) for stacks in (True, False))
+    stacked, looped = (SharedLaunches(0.0, compute, 0, hardware, stacks) for stacks in (True, False))
     assert stacked.uneven(8, rates) < 8 * stacked.uneven(1, rates)
     assert looped.uneven(8, rates) == pytest.approx(8 * looped.uneven(1, rates))
-    assert SharedLaunches(0.0, compute, hardware_of(CPU), True).uneven(8, rates) == 0
+    assert SharedLaunches(0.0, compute, 0, hardware_of(CPU), True).uneven(8, rates) == 0

@@ -191,7 +191,7 @@ def test_bits_do_not_depend_on_the_plan(make: Make, case: Case) -> None:
 
 
 def test_the_slowest_counts_and_is_rounded() -> None:
-    found: rates.Rates = {"node": {"latency": 1e-4, "seconds_per_byte": 1e-9, "exposed": 0.2}}
+    found: rates.Slowness = {"node": {"latency": 1e-4, "seconds_per_byte": 1e-9, "exposed": 0.2}}
     rates.slower(found, {"node": {"latency": 2e-4, "seconds_per_byte": 5e-10, "exposed": 0.33}})
     assert found == {"node": {"latency": 2e-4, "seconds_per_byte": 1e-9, "exposed": 0.33}}
     assert rates.rounded(1.0) == 1.0

@@ -128,7 +128,7 @@ def between_hosts(teams: Sequence[Sequence[int]], device: torch.device) -> Measu
     group = next(own for team, own in groups if dist.get_rank() in team)
     assert isinstance(group, dist.ProcessGroup)
     own = exchanges(group, device, Waiter([], device), torch.float32)
-    slowest = torch.tensor(list(own.values()), dtype=torch.float64)
+    slowest = torch.tensor(list(own.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     latency, seconds, exposed = slowest.tolist()
     return {"network": asdict(Link(1 / seconds, latency)), "overlap": round(1.0 - exposed, 1)}

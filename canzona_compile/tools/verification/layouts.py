@@ -66,9 +66,12 @@ def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
 def share(made: Built, layout: str, options: Mapping[str, Any], device: str = "cpu") -> None:
     """Share a model among the ranks of the default process group, and wrap its optimizer.
 
+    Unless options say otherwise, rates are assumed, so that verdicts are of one plan on all machines.
+
     Args:
         device: the kind of device that the model is on.
     """
+    options = {"hardware": "assumed", **options}
     if layout == "zero1":
         assert dist.group.WORLD is not None
         zero1(made.model, made.optimizer, mesh=dist.group.WORLD, **options)
