@@ -39,9 +39,7 @@ ROUNDS = 4  # after which ranks of sets that share members, through up to so man
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that are not measured
 BESIDE = 256  # rows and columns of the products beside an exchange
 
-Slowness = dict[
-    str, dict[str, float]
-]  # by field of `Hardware`, and in it by name: seconds, or seconds per byte or FLOP
+Slowness = dict[str, dict[str, float]]  # seconds, per byte or FLOP, by field of `Hardware` and in it by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,9 @@ class Wanted:
         kinds = {id(b.kind): b.kind for b in bound}.values()
         graphs = [t.graph for kind in kinds for t in kind.templates.values() if not t.interpreted]
         found = [work for graph in graphs for work in works(graph, hardware)]
-        dtypes = sorted({work.product for work in found if work.product})
-        return cls(tuple(getattr(torch, name) for name in dtypes), tuple(sorted({w.name for w in found if w.name})))
+        named = [getattr(torch, name) for name in sorted({work.product for work in found if work.product})]
+        dtypes = tuple(dtype for dtype in named if dtype.is_floating_point and dtype.itemsize > 1)
+        return cls(dtypes, tuple(sorted({work.name for work in found if work.name})))
 
 
 def shared_by(bound: Iterable[BoundParam]) -> set[Ranks]:
@@ -91,12 +90,13 @@ def measured_rates(
     found: Slowness = {}
     for ranks in sorted(sets):
         agreement, group = sets[ranks]
-        hosts = agreement.share(f"{socket.gethostname()} {os.environ.get('LOCAL_WORLD_SIZE', '')}")
+        hosts = agreement.share(socket.gethostname())
         if not found:  # now that the others do the same
             found = alone(wanted, device)
-        near = len(set(hosts)) == 1
-        slower(found, {"node" if near else "network": exchanges(group, device, watch, wanted.beside)})
-    slower(found, {"all": {"seconds": time.perf_counter() - began}})
+        field = "node" if len(set(hosts)) == 1 else "network"
+        slower(found, {field: exchanges(group, device, watch, wanted.beside)})
+    near = float(os.environ.get("LOCAL_WORLD_SIZE") or (1 if "network" in found else dist.get_world_size()))
+    slower(found, {"all": {"seconds": time.perf_counter() - began, "ranks of a node": near}})
     for _ in range(ROUNDS):
         for ranks in sorted(sets):
             for text in sets[ranks][0].share(json.dumps(found)):
@@ -114,7 +114,7 @@ def slower(found: Slowness, other: Slowness) -> None:
 def hardware_of(found: Slowness, device: torch.device) -> Hardware:
     """Put rounded rates in the places of those that are assumed."""
     base = named_hardware(kind_of(device))
-    near = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if "network" not in found else 1))
+    near = max(1, int(found["all"]["ranks of a node"]))
     curves: dict[str, dict[str, Curve]] = {"products": {}, "factorizations": {}}
     for field, made in curves.items():
         points: dict[str, list[tuple[float, float]]] = {}
@@ -130,8 +130,8 @@ def hardware_of(found: Slowness, device: torch.device) -> Hardware:
     return replace(
         base,
         name=HERE,
-        ranks_per_node=max(1, near),
-        processors=max(1, near),
+        ranks_per_node=near,
+        processors=near,
         overlap=round(1.0 - max(hidden), 1) if device.type == "cpu" else base.overlap,
         products=tuple((dict(base.products) | curves["products"]).items()),
         factorizations=tuple((dict(base.factorizations) | curves["factorizations"]).items()),
