@@ -65,8 +65,30 @@ def register(
         return {"lr": config.lr, "weight_decay": config.weight_decay, **arguments(config)}
 
     registry._EMERGING_OPTIMIZERS[name] = registry.EmergingOptimizerEntry(
-        optimizer_cls=kind, init_state_fn=make_state, config_to_kwargs=made
+        optimizer_cls=guarded(kind), init_state_fn=make_state, config_to_kwargs=made
     )
+
+
+def guarded(kind: type[Any]) -> type[Any]:
+    """A class whose step refuses fragments, as long as nobody has wrapped its optimizer."""
+
+    def __init__(self: Any, *args: Any, **more: Any) -> None:
+        kind.__init__(self, *args, **more)
+        self.register_step_pre_hook(refuse_fragments)
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def refuse_fragments(optimizer: Any, *_: Any) -> None:
+    """Raise if the optimizer would step fragments of matrices as if they were whole."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    cut = any(getattr(param, "tensor_model_parallel", False) for param in params)
+    if cut and ProcessGroupCollection.use_mpu_process_groups(["tp"]).tp.size() > 1:
+        raise CanzonaError(
+            f"Megatron made {type(optimizer).__name__}, and nobody wrapped it, so it would step fragments of matrices",
+            at=WHERE,
+            hint=f"get_megatron_optimizer of {WHERE} in place of Megatron's, or wrap_inner(optimizer, model_chunks)",
+        )
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[nn.Module], *args: Any, **options: Any) -> Any:
@@ -111,6 +133,9 @@ def wrap_inner(optimizer: Any, model_chunks: Sequence[nn.Module], pg_collection:
         if plain_class(inner.optimizer) not in kinds:
             continue
         check(inner, model_chunks)
+        hooks = inner.optimizer._optimizer_step_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is refuse_fragments]:
+            del hooks[key]
         wrap_named(inner.optimizer, *weights.options_of(inner, options))
         if inner.holder is not inner.optimizer:
             inner.holder.init_state_fn = make_state
@@ -151,18 +176,25 @@ def check_name(given: str) -> None:
     """Refuse names that mean no matrix optimizer which could be wrapped."""
     name = plain_name(given)
     if name in ELEMENTWISE or name not in registry._EMERGING_OPTIMIZERS:
+        known = ", ".join(sorted(filter(steps_alone, registry._EMERGING_OPTIMIZERS)))
         raise CanzonaError(
             f"optimizer={given!r} of the OptimizerConfig "
             + ("steps no matrices" if name in ELEMENTWISE else "is not known"),
             at=WHERE,
-            hint=f"one of {', '.join(sorted(registry._EMERGING_OPTIMIZERS))}; register(name, class) adds others",
+            hint=f"one of {known}; register(name, class) adds others",
         )
-    if issubclass(kind := registry._EMERGING_OPTIMIZERS[name].optimizer_cls, registry.TensorParallelMuon):
+    if not steps_alone(name):
+        kind = registry._EMERGING_OPTIMIZERS[name].optimizer_cls
         raise CanzonaError(
             f"{kind.__name__} of Megatron puts matrices together by itself",
             at=WHERE,
             hint='optimizer="canzona_muon" in the OptimizerConfig, or Megatron\'s own get_megatron_optimizer',
         )
+
+
+def steps_alone(name: str) -> bool:
+    """Tell whether a name means a class that was written for one device."""
+    return not issubclass(registry._EMERGING_OPTIMIZERS[name].optimizer_cls, registry.TensorParallelMuon)
 
 
 def plain_name(given: str) -> str:

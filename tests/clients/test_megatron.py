@@ -97,6 +97,12 @@ def test_what_cannot_be_stepped_is_refused(name: str) -> None:
     assert [told for told in run(2, models.refused, case) if not re.search(text, told, re.DOTALL)] == []
 
 
+def test_what_nobody_wrapped_steps_no_fragments() -> None:
+    for told in run(2, models.unwrapped, Case(tp=2)):
+        assert re.search(r"nobody wrapped it.*\n.*get_megatron_optimizer of canzona_compile", told, re.DOTALL)
+    assert run(2, models.unwrapped, Case()) == ["nothing"] * 2
+
+
 def test_other_weights_and_other_groups_are_refused() -> None:
     for other_model, other_groups in run(2, models.wrong_calls):
         assert "is in none of the model chunks" in other_model

@@ -23,7 +23,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, emerging_optimizers
+from megatron.core.optimizer import OptimizerConfig, emerging_optimizers, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -399,6 +399,16 @@ def refused(case: Case) -> str:
     """What the call raises."""
     try:
         Training(case)
+    except CanzonaError as error:
+        return str(error)
+    return "nothing"
+
+
+def unwrapped(case: Case) -> str:
+    """What the first step raises if Megatron's own function is called with our name."""
+    training = Training(case, make=get_megatron_optimizer)
+    try:
+        training.step()
     except CanzonaError as error:
         return str(error)
     return "nothing"
