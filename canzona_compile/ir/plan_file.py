@@ -88,7 +88,8 @@ class PlanFile:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file as plain lists, dicts, strings and numbers."""
         found = {"schema": SCHEMA, "kind": KIND, **asdict(self), "digests": dict(self.digests)}
-        return {**found, "rates": self.rates.to_dict()} if self.rates is not None else without(found, "rates")
+        del found["rates"]
+        return found if self.rates is None else {**found, "rates": self.rates.to_dict()}
 
     def to_json(self) -> str:
         """Return the content of the file, to be saved and passed as `plan=`."""
@@ -237,11 +238,6 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
     if rates is not None and not isinstance(rates, Mapping):
         raise CanzonaError("rates is not an object", at=at, hint=MAKE_ANEW)
     return PlanFile(*named, replicas, None if rates is None else hardware_from(rates, at))
-
-
-def without(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return all entries but one."""
-    return {key: value for key, value in found.items() if key != name}
 
 
 def whole(value: Any) -> int:

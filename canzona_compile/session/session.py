@@ -249,11 +249,12 @@ class Session(PlannedSession):
             members = {ranks for session in self.siblings.sessions for ranks in session.shared or ()}
         text = self.siblings.text
         text += f" state={self.options.state}" if self.options.state else ""
-        text += "" if self.options.hardware is None else f" hardware={getattr(self.options.hardware, 'digest', '')}"
+        hardware = self.options.hardware
+        text += "" if self.options.measures else f" hardware={getattr(hardware, 'digest', hardware)}"
         agreements.report(members, error, text)
         (every,) = bound
         if self.options.measures and not self._in_dummy_step:
-            self._measure_rates([b for own in every.values() for b in own])
+            self._measure_rates([b for own in every.values() for b in own], members)
         found: list[Plan] = []
         error = problem_of(lambda: found.append(self.plan_bound(every)))
         agreements.report(members, error)
@@ -276,10 +277,16 @@ class Session(PlannedSession):
             agreements.report(members, problem_of(driver.choose_variants))
         return driver
 
-    def _measure_rates(self, bound: Sequence[BoundParam]) -> None:
-        """Measure what the plans of this chain depend on. This is a collective of the ranks that share matrices."""
+    def _measure_rates(self, bound: Sequence[BoundParam], members: set[Ranks]) -> None:
+        """Measure what the plans of this chain depend on. This is a collective of the ranks that share matrices.
+
+        Args:
+            members: the sets of ranks that plan; of a plan in mid-run, no other one has announced that it does.
+        """
         assert self._agreements is not None
         sets = rates.shared_by(bound)
+        if self.shared is not None:
+            sets &= members
         if not sets:
             return
         agreements, groups, watch = self._agreements, self.groups, self._agreements.waiter

@@ -16,6 +16,7 @@ from torch.optim import AdamW, Muon
 import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
+from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.machine.hardware import HERE, assumed_hardware, hardware_from
 from canzona_compile.session import rates
 from examples.optimizers.soap import SOAP
@@ -99,7 +100,7 @@ def test_all_ranks_find_the_same_and_compute_the_bits_of_the_plain_optimizer(mak
 
 
 def without() -> list[bool]:
-    """What measures nothing: elementwise optimizers, rates that are given or assumed, a plan, one rank."""
+    """What measures nothing: elementwise optimizers, and rates that are given or assumed."""
     case, found = Case("fsdp", (2,)), []
     with rates_measured():
         for make, options in (
@@ -128,7 +129,7 @@ def test_assumed_rates_are_those_of_a_usual_machine() -> None:
 
 
 def differently(rank_of_error: int) -> list[Any]:
-    """One rank cannot bind, or has other rates: all raise, and the next step is taken."""
+    """One rank cannot bind, and all raise, and the next step is taken; or has other rates, or a plan."""
     case, rank = Case("fsdp", (2,)), torch.distributed.get_rank()
     found = []
     with rates_measured():
@@ -147,14 +148,17 @@ def differently(rank_of_error: int) -> list[Any]:
         optimizer.step()
         options = {"hardware": "cpu"} if rank == rank_of_error else {}
         found.append(attempt(lambda: trained(muon, case, shared=False, **options)))
+        options = {"plan": optimizer.canzona.plan()} if rank == rank_of_error else {}
+        found.append(attempt(lambda: trained(muon, case, shared=False, **options)))
     return [(own.error, own.said) for own in found]
 
 
 def test_a_rank_that_cannot_plan_lets_no_other_one_wait() -> None:
-    for (early, _), (second, said) in run(2, differently, 1, fresh=True):
+    for (early, _), *others in run(2, differently, 1, fresh=True):
         assert early
-        assert second == "RankMismatch"
-        assert "hardware=" in said
+        for error, said in others:
+            assert error == "RankMismatch"
+            assert "hardware=" in said
 
 
 def planned(make: Make, case: Case, every: list[dict[str, Any]]) -> list[list[Tensor]]:
@@ -199,7 +203,9 @@ def test_the_slowest_counts_and_is_rounded() -> None:
     assert rates.rounded(1.2) == rates.STEP
 
 
-def test_a_plan_says_no_wrong_rates() -> None:
+def test_rates_are_those_of_options_or_of_a_plan() -> None:
+    with pytest.raises(CanzonaError, match="rates is not an object"):
+        read_plan({**PlanFile("Muon", 2, (), (), (), "").to_dict(), "rates": 3})
     with pytest.raises(CanzonaError, match="hardware="):
         canzona_compile.wrap(muon(values()), hardware=3)
     assert Options(hardware="assumed").rates is None

@@ -104,7 +104,7 @@ def measured_machine(
     clock = Clock(torch.device(device), extent.repetitions)
     links = f"all-to-alls of {ranks} {backend} ranks, {time}, median of {extent.repetitions} or more, {version}"
     sources = {rate: f"{words}; {clock.how}{shared}, {version}" for rate, words in HOW.items()}
-    sources |= {"node": links, "network": links}
+    sources |= {"node": links, "network": links if gpu else links.replace(time, "wall time")}
     sources["memory"] = "the device's properties" if gpu else "this machine's, by its cores"
     overlap = found.pop("overlap", gpu)
     measured = {**found, "memory": memory}
