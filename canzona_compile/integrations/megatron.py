@@ -10,6 +10,7 @@ optimizers inside that step matrices are wrapped, in place. Written for megatron
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,15 @@ from canzona_compile.tensors import is_expert
 WHERE = "canzona_compile.integrations.megatron"
 OPTIONS_OF_MEGATRON = ("config_overrides", "use_gloo_process_groups", "pg_collection", "dump_param_to_param_group_map")
 ELEMENTWISE = ("adam", "sgd")
+GROUPS = ("tp", "expt_tp", "dp_cp", "expt_dp")  # those that hold fragments or copies of weights
+# What our Muon does, by the fields of the OptimizerConfig that could ask for something else.
+OUR_MUON = {
+    "muon_coefficient_type": "simple",
+    "muon_scale_mode": "spectral",
+    "muon_extra_scale_factor": 0.2,
+    "muon_split_qkv": True,
+    "muon_scalar_optimizer": "adam",
+}
 
 
 # -- what users call -----------------------------------------------------------------------------------
@@ -56,10 +66,15 @@ def register(
             gets in any case.
 
     Raises:
-        CanzonaError: it is no subclass of `torch.optim.Optimizer`.
+        CanzonaError: it is no subclass of `torch.optim.Optimizer`, or the name means another class.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise CanzonaError(f"{kind!r} is not a subclass of torch.optim.Optimizer", at=f"register({name!r})")
+    known = registry._EMERGING_OPTIMIZERS.get(name)
+    if known is not None and not issubclass(known.optimizer_cls, kind):
+        raise CanzonaError(
+            f"this name means {known.optimizer_cls.__name__} already", at=f"register({name!r})", hint="another name"
+        )
 
     def made(config: Any, _chunks: Any, _groups: Any) -> dict[str, Any]:
         return {"lr": config.lr, "weight_decay": config.weight_decay, **arguments(config)}
@@ -123,7 +138,8 @@ def wrap_inner(optimizer: Any, model_chunks: Sequence[nn.Module], pg_collection:
 
     Raises:
         CanzonaError: the config's optimizer is not known or steps no matrices; Megatron divides them such that nobody
-            can put them together; a model chunk is missing, or the process groups are not those of the weights.
+            can put them together; a model chunk or a process group is missing, or the groups are not those of the
+            weights.
     """
     if (config := getattr(optimizer, "config", None)) is not None:  # else this rank has nothing to train
         check_name(config.optimizer)
@@ -240,6 +256,12 @@ class Weights:
         self.named: dict[int, tuple[str, Any]] = {}
         self.whole: dict[int, set[str]] = {}
         self._meshes: dict[Any, DeviceMesh] = {}
+        if missing := [name for name in GROUPS if getattr(groups, name, None) is None]:
+            raise CanzonaError(
+                f"the process groups lack {', '.join(missing)}",
+                at=f"{WHERE}, pg_collection=",
+                hint="ProcessGroupCollection.use_mpu_process_groups() has all of parallel_state",
+            )
         for i, chunk in enumerate(model_chunks):
             size = getattr(getattr(chunk, "config", None), "tensor_model_parallel_size", groups.tp.size())
             if size != groups.tp.size():
@@ -295,6 +317,12 @@ class Weights:
 
     def _sharding(self, param: Any, ranks: Any) -> Any:
         """How a weight is sharded, for `layout=`; None if it is whole."""
+        if getattr(param, "is_gtp_weight_remat", False):
+            raise CanzonaError(
+                "Megatron cuts weights over its gtp_remat groups, too, and this was never tried",
+                at=self.named[id(param)][0],
+                hint="a gtp_remat size of 1",
+            )
         if ranks.size() == 1 or not getattr(param, "tensor_model_parallel", False):
             return None
         if ranks not in self._meshes:
@@ -432,6 +460,8 @@ def whole_leaf(leaf: str, value: Any, weight: Any, groups: tuple[Any, Any]) -> S
 
 def of_muon(config: Any) -> dict[str, Any]:
     """Make the arguments of `Muon`."""
+    for name, given in changed(config, "muon_").items():
+        check_field(name, given, OUR_MUON.get(name, given))
     return {
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
@@ -440,5 +470,33 @@ def of_muon(config: Any) -> dict[str, Any]:
     }
 
 
+def of_soap(config: Any) -> dict[str, Any]:
+    """Make the arguments of `SOAP`: its own defaults."""
+    if ignored := changed(config, "soap_"):
+        raise CanzonaError(
+            f"canzona_soap does not read {', '.join(ignored)}",
+            at=f"{WHERE}, OptimizerConfig",
+            hint='optimizer="soap", the class of emerging-optimizers, or `register` SOAP by another name',
+        )
+    return {}
+
+
+def changed(config: Any, prefix: str) -> dict[str, Any]:
+    """The fields of a config with this prefix that somebody has changed."""
+    known = {field.name: field.default for field in fields(config) if field.name.startswith(prefix)}
+    return {name: given for name, default in known.items() if (given := getattr(config, name)) != default}
+
+
+def check_field(name: str, given: Any, done: Any) -> None:
+    """Refuse a field that asks for what our Muon does not do."""
+    if given != done:
+        raise CanzonaError(
+            f"{name} is {given!r}, and canzona_muon steps as with {done!r}",
+            at=f"{WHERE}, OptimizerConfig",
+            hint="muon_coefficient_type='simple' and muon_extra_scale_factor=0.2 (with Megatron-LM "
+            "--muon-coefficient-type simple --muon-extra-scale-factor 0.2), and no other field that changes its update",
+        )
+
+
 register("canzona_muon", Muon, of_muon)
-register("canzona_soap", SOAP)
+register("canzona_soap", SOAP, of_soap)

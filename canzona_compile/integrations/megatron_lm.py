@@ -17,20 +17,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import training
 from torch import nn
 
-from canzona_compile.errors import CanzonaError
-from canzona_compile.integrations.megatron import get_megatron_optimizer
+from canzona_compile.integrations.megatron import OUR_MUON, check_field, get_megatron_optimizer
 from canzona_compile.integrations.megatron_layout import Balance
 
 OUR_NAMES = {"muon": "canzona_muon"}  # by what --optimizer may be
-# What the command line has to say of Muon, because ours does nothing else; the defaults of some differ.
-MUON = {
-    "muon_coefficient_type": "simple",
-    "muon_scale_mode": "spectral",
-    "muon_extra_scale_factor": 0.2,
-    "muon_split_qkv": True,
-    "muon_scalar_optimizer": "adam",
-}
-HINT = "--muon-coefficient-type simple --muon-extra-scale-factor 0.2, and no other flag that changes its update"
 LAYER_WISE = training.LayerWiseDistributedOptimizer
 WRAP_CHUNKS = training.wrap_model_chunks_with_ddp
 
@@ -55,16 +45,11 @@ def enable(**options: Any) -> None:
 
 
 def with_our_name(config: Any) -> Any:
-    """The config with the name of our optimizer."""
+    """The config with the name of our optimizer, whose flags have to say what ours does; some defaults differ."""
     own = copy(config)
     own.optimizer = OUR_NAMES.get(config.optimizer, config.optimizer)
-    for name, value in MUON.items() if own.optimizer != config.optimizer else ():
-        if getattr(config, name) != value:
-            raise CanzonaError(
-                f"{name} is {getattr(config, name)!r}, and canzona_muon steps as with {value!r}",
-                at="canzona_compile.integrations.megatron_lm",
-                hint=HINT,
-            )
+    for name, done in OUR_MUON.items() if own.optimizer != config.optimizer else ():
+        check_field(name, getattr(config, name), done)
     return own
 
 

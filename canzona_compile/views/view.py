@@ -241,7 +241,7 @@ class ParamView:
             raise CanzonaError(
                 f"state {'.'.join(map(str, path))!r} of shape {list(value.shape)} cannot be split like its parameter",
                 at=self.name,
-                hint="load a checkpoint of this optimizer that was made with the same split=",
+                hint="wrap before the first step, and load checkpoints that were made with the same split=",
             )
         local = held_part(value, self.source, self.box).contiguous()
         own = part.of(local)

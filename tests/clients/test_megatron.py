@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from canzona_compile.errors import CanzonaError
 from tests.harness.marks import first
 from tests.harness.ranks import run
 
@@ -21,6 +22,7 @@ pytest.importorskip("megatron.core.optimizer", reason=WHY, exc_type=ImportError)
 pytest.importorskip("emerging_optimizers", reason=WHY, exc_type=ImportError)
 with warnings.catch_warnings(action="ignore"):  # of Megatron, about what is not installed
     models: Any = importlib.import_module("tests.harness.megatron_models")
+    megatron: Any = importlib.import_module("canzona_compile.integrations.megatron")
 Case = models.Case
 
 TRAINED = {  # CI has the first
@@ -31,6 +33,7 @@ TRAINED = {  # CI has the first
     "soap of emerging-optimizers, tp": (2, Case(tp=2, optimizer="soap")),
     "experts": (4, Case(tp=2, ep=2, experts=4, sequence=True)),
     "experts, cut": (4, Case(tp=2, ep=2, experts=4, expert_tp=2, sequence=True)),
+    "muon, interleaved pipeline x tp": (4, Case(tp=2, pp=2, vp=2)),
     "muon, copies": (2, Case()),
     "muon, tp": (2, Case(tp=2)),
     "muon, gated attention": (2, Case(tp=2, gate=True)),
@@ -54,6 +57,7 @@ RESUMED = {
     "muon, tp": (2, Case(tp=2)),
     "soap, tp": (2, Case(tp=2, optimizer="canzona_soap")),
     "soap, zero-1": (2, Case(bf16=True, layer_wise=True, optimizer="soap")),
+    "muon, interleaved pipeline": (2, Case(pp=2, vp=2)),
     "a leaf named like a part, tp": (2, Case(tp=2, optimizer="a_leaf_v")),
 }
 
@@ -87,6 +91,14 @@ MISTAKES = {
         Case(optimizer="muon", megatron_lm=True, scale=1.0),
         "muon_extra_scale_factor is 1.0, .* as with 0.2\n.*--muon-coefficient-type simple",
     ),
+    "a field of muon": (
+        Case(given=(("muon_scale_mode", "shape_scaling"),)),
+        "muon_scale_mode is 'shape_scaling', and canzona_muon steps as with 'spectral'",
+    ),
+    "a field of soap": (
+        Case(optimizer="canzona_soap", given=(("soap_shampoo_beta", 0.9), ("soap_precondition_frequency", 5))),
+        r"does not read soap_shampoo_beta, soap_precondition_frequency\n.*optimizer=\"soap\"",
+    ),
     "zero-1 of elements": (Case(zero1=True), r"a part of the gradients.*\n.*use_layer_wise_distributed_optimizer=True"),
 }
 
@@ -104,9 +116,16 @@ def test_what_nobody_wrapped_steps_no_fragments() -> None:
 
 
 def test_other_weights_and_other_groups_are_refused() -> None:
-    for other_model, other_groups in run(2, models.wrong_calls):
+    for other_model, other_groups, no_groups in run(2, models.wrong_calls):
         assert "is in none of the model chunks" in other_model
         assert "made for 2 tensor-parallel ranks, but the group has 1" in other_groups
+        assert "the process groups lack expt_tp, expt_dp" in no_groups
+
+
+def test_a_name_means_one_class() -> None:
+    megatron.register("a_leaf_v", models.LeafV)
+    with pytest.raises(CanzonaError, match=r"means SOAP already\n.*register\('soap'\)(.|\n)*another name"):
+        megatron.register("soap", models.LeafV)
 
 
 def test_the_example_goes_on_from_its_checkpoint_with_the_losses_of_one_process(tmp_path: Path) -> None:

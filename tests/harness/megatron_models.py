@@ -65,6 +65,7 @@ class Case:
 
     tp: int = 1
     pp: int = 1
+    vp: int | None = None  # model chunks of a rank, where pipelines are interleaved
     ep: int = 1
     expert_tp: int = 1
     experts: int = 0
@@ -78,6 +79,7 @@ class Case:
     gate: bool = False
     scattered: bool = False  # each rank gets the gradients of what it owns, by our layout
     scale: float = 0.2
+    given: tuple[tuple[str, Any], ...] = ()  # other fields of the OptimizerConfig
     megatron_lm: bool = False  # made as `megatron.training` makes it
     tp_mode: str = "blockwise"  # of Megatron's own Muon, as the next
     precision: str = "medium"
@@ -97,6 +99,7 @@ class Training:
         parallel_state.initialize_model_parallel(
             case.tp,
             case.pp,
+            case.vp,
             expert_model_parallel_size=case.ep,
             expert_tensor_parallel_size=case.expert_tp if case.experts else None,
         )
@@ -115,10 +118,11 @@ class Training:
             muon_extra_scale_factor=case.scale,
             muon_tp_mode=case.tp_mode,
             muon_fp32_matmul_prec=case.precision,
+            **dict(case.given),
         )
-        self.model = self._model()
+        self.chunks = self._chunks()
         make = make or (megatron_lm.training if case.megatron_lm else megatron).get_megatron_optimizer
-        self.optimizer = make(self.settings, [self.model])
+        self.optimizer = make(self.settings, self.chunks)
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=2e-3,
@@ -134,35 +138,45 @@ class Training:
         )
         self.data = torch.Generator().manual_seed(10 + parallel_state.get_data_parallel_rank())
 
-    def _model(self) -> Any:
-        case = self.case
+    def _stage(self, number: int | None) -> Any:
+        case, place = self.case, {"ignore_virtual": False, "vp_stage": number}
         model: Any = GPTModel(
             self.config,
             get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False),
             VOCABULARY,
             LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=case.tied,
+            vp_stage=number,
         )
-        model = Float16Module(self.config, model) if case.bf16 else model
+        return Float16Module(self.config, model) if case.bf16 else model
+
+    def _chunks(self) -> list[Any]:
+        case = self.case
+        stages = [self._stage(number) for number in range(case.vp)] if case.vp else [self._stage(None)]
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=case.zero1 or case.scattered
         )
         if case.megatron_lm:
             megatron_lm.enable()
             megatron_lm.training.get_args = lambda: self.settings  # of which Megatron-LM makes its OptimizerConfig
-            (made,) = megatron_lm.training.wrap_model_chunks_with_ddp(
-                [model], self.config, settings, use_layer_wise_distributed_optimizer=case.layer_wise
+            return megatron_lm.training.wrap_model_chunks_with_ddp(  # type: ignore[no-any-return]
+                stages, self.config, settings, use_layer_wise_distributed_optimizer=case.layer_wise
             )
-            return made
-        layout = megatron_layout.param_layouts(self.settings, [model], settings, [0])[0] if case.scattered else None
-        return DistributedDataParallel(self.config, settings, model, full_param_layout=layout)
+        layouts: list[Any] = [None] * len(stages)
+        if case.scattered:
+            layouts = list(megatron_layout.param_layouts(self.settings, stages, settings, [0] * len(stages)))
+        return [
+            DistributedDataParallel(self.config, settings, stage, full_param_layout=layout)
+            for stage, layout in zip(stages, layouts, strict=True)
+        ]
 
     @property
-    def bare(self) -> Any:
-        """The model without what Megatron puts around it."""
-        return self.model.module.module if self.case.bf16 else self.model.module
+    def bare(self) -> dict[str, Any]:
+        """The model chunks without what Megatron puts around them, by the names that they have in checkpoints."""
+        inside = [chunk.module.module if self.case.bf16 else chunk.module for chunk in self.chunks]
+        return {"model": inside[0]} if len(inside) == 1 else {f"model{i}": chunk for i, chunk in enumerate(inside)}
 
     @property
     def wrapped(self) -> list[Any]:
@@ -172,13 +186,14 @@ class Training:
 
     def step(self) -> None:
         """Train one batch."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = [torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=self.data) for _ in range(MICRO_BATCHES)]
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(batches),
-            model=[self.model],
+            data_iterator=[iter(batches) for _ in self.chunks] if self.case.vp else iter(batches),
+            model=self.chunks,
             num_microbatches=MICRO_BATCHES,
             seq_length=LENGTH,
             micro_batch_size=BATCH,
@@ -190,11 +205,9 @@ class Training:
 
     def state(self, is_loading: bool = False) -> dict[str, Any]:
         """What a checkpoint holds."""
-        model = self.bare.sharded_state_dict()
-        return {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading),
-        }
+        made = {name: chunk.sharded_state_dict() for name, chunk in self.bare.items()}
+        model = made if self.case.vp else made["model"]
+        return made | {"optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
     def save(self, folder: Path) -> None:
         if dist.get_rank() == 0:
@@ -204,7 +217,8 @@ class Training:
 
     def load(self, folder: Path) -> None:
         found = dist_checkpointing.load(self.state(is_loading=True), str(folder))
-        self.bare.load_state_dict(found["model"])
+        for name, chunk in self.bare.items():
+            chunk.load_state_dict(found[name])
         self.optimizer.load_state_dict(found["optimizer"])
 
 
@@ -218,9 +232,9 @@ def end_groups() -> None:
 
 
 def config_of(case: Case) -> TransformerConfig:
-    """A model of two layers, with grouped queries and fused qkv and gate and up."""
+    """A model of two layers, or one for each model chunk, with grouped queries and fused qkv and gate and up."""
     return TransformerConfig(
-        num_layers=2,
+        num_layers=case.pp * case.vp if case.vp else 2,
         hidden_size=32,
         ffn_hidden_size=48,
         num_attention_heads=4,
@@ -229,6 +243,7 @@ def config_of(case: Case) -> TransformerConfig:
         use_cpu_initialization=True,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.expert_tp,
         sequence_parallel=case.sequence,
@@ -274,7 +289,7 @@ class Beside:
         self.different: list[str] = []
         self.compared = 0
         names = {}
-        for name, param in training.model.named_parameters():
+        for name, param in (named for chunk in training.chunks for named in chunk.named_parameters()):
             names[id(param)] = names[id(getattr(param, "main_param", param))] = name, param
         self.weights = [(p, *names[id(p)]) for group in own.param_groups for p in group["params"]]
         self.whole = {
@@ -289,7 +304,7 @@ class Beside:
         make = emerging_optimizers._EMERGING_OPTIMIZERS[name].config_to_kwargs or partial(
             emerging_optimizers._default_adam_based_eopt_config_to_kwargs, name
         )
-        arguments = make(training.settings, [training.model], self.groups)
+        arguments = make(training.settings, training.chunks, self.groups)
         self.plain = plain_class(own)(groups, **arguments) if self.weights else None
         own.register_step_pre_hook(self.before)
         own.register_step_post_hook(self.after)
@@ -343,7 +358,7 @@ def trained(case: Case, steps: int = 3) -> tuple[int, list[str]]:
 
 
 def weights_of(training: Training) -> list[Tensor]:
-    return [param.detach().clone() for param in training.model.parameters()]
+    return [param.detach().clone() for chunk in training.chunks for param in chunk.parameters()]
 
 
 def resumed(case: Case, folder: Path) -> bool:
@@ -415,19 +430,20 @@ def unwrapped(case: Case) -> str:
 
 
 def wrong_calls() -> list[str]:
-    """What is raised for a model that the optimizer was not made of, and for groups of other ranks."""
-    others = Training(Case(tp=2)).model
+    """What is raised for a model that the optimizer was not made of, for groups of other ranks, and without groups."""
+    others = Training(Case(tp=2)).chunks
     training = Training(Case(tp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1)
     alone = ProcessGroupCollection.use_mpu_process_groups()
+    partial_groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp_cp"])
     told = []
-    for model, known in ((others, groups), (training.model, alone)):
+    for chunks, known in ((others, groups), (training.chunks, alone), (training.chunks, partial_groups)):
         for own in training.wrapped:
             canzona_compile.unwrap(own)
         try:
-            megatron.wrap_inner(training.optimizer, [model], known)
+            megatron.wrap_inner(training.optimizer, chunks, known)
         except CanzonaError as error:
             told.append(str(error))
     return told
