@@ -10,6 +10,7 @@
 #   make gpu-acceptance TORCH=torch           all that a GPU can show, first to last, in one page
 #   make test-megatron PYTHON=python3.12      Megatron-core's GPTs on CPU ranks, in an environment of its own
 #   make test-frameworks PYTHON=python3.12    DeepSpeed's engine and NeMo AutoModel's recipes, in another one
+#   make test-recipes PYTHON=python3.12       hooks of verl, axolotl, ms-swift, LLaMA-Factory and torchft, in a third
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
 
@@ -52,7 +53,7 @@ export OMP_NUM_THREADS := 1
 # Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch core test-clients test-megatron test-frameworks framework test-gpu mutants lint types docs bench bench-gpu gpu-acceptance clean
+.PHONY: demo test test-all test-torch core test-clients test-megatron test-frameworks test-recipes framework test-gpu mutants lint types docs bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -96,12 +97,20 @@ test-frameworks: FILES = tests/clients/test_deepspeed.py tests/clients/test_auto
 test-frameworks: BARE = nemo-automodel==0.7.0
 test-frameworks: WITH = deepspeed==0.19.8
 
-test-megatron test-frameworks:
+test-recipes: VENV = .venv-recipes
+test-recipes: FILES = tests/clients/test_recipes.py
+test-recipes: BARE = axolotl==0.21.0 llamafactory==0.9.5 ms-swift==4.6.0 torchft==0.2.0 verl==0.9.1 \
+	megatron-core==0.19.2 emerging-optimizers==0.3.0
+test-recipes: WITH = absl-py accelerate addict codetiming datasets hydra-core json_repair modelscope numba omegaconf \
+	opentelemetry-exporter-otlp-proto-http orjson peft pillow ray tensordict torchdata torchvision transformers==5.24.0 trl
+
+test-megatron test-frameworks test-recipes:
 	@$(MAKE) --no-print-directory framework VENV=$(VENV) EXTRAS=page,test FILES="$(FILES)" BARE="$(BARE)" WITH="$(WITH)"
 
 framework: $(INSTALLED)
 	@$(PIP) --no-deps $(BARE)
-	@$(PIP) $(WITH)
+	@$(PIP) $(TORCH) $(WITH)
+	@rm -rf $(VENV)/lib/python3*/site-packages/tests # verl's, which would be found before ours
 	$(BIN)/python -m pytest -rs $(FILES) $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
