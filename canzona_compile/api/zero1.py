@@ -28,16 +28,18 @@ from canzona_compile.data_parallel.hooks import MARK
 from canzona_compile.data_parallel.model_plan import agreed_plan
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, CanzonaWarning, UnsupportedLayout
-from canzona_compile.ir.bucket import BUCKET_BYTES
+from canzona_compile.ir.bucket import BUCKET_BYTES, LEAST_BUCKET_BYTES, bytes_by_link
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
+from canzona_compile.ir.options import CAPACITY, Options, StepOptions, made_options
 from canzona_compile.ir.sharding import GivenLayout
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.equal_copies import HINT_EXPERTS, digest_of
 from canzona_compile.runtime.launch_order import keep_launch_order
+from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.params import check_usable
 from canzona_compile.session.planning import PlannedSession
+from canzona_compile.session.rates import agreed_link
 from canzona_compile.tensors import is_expert, local_part
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
@@ -49,7 +51,7 @@ def zero1(
     optimizer: Optimizers,
     *,
     mesh: DeviceMesh | ProcessGroup,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     gather: GatherAt = "step",
     **options: Unpack[StepOptions],
@@ -68,7 +70,8 @@ def zero1(
         optimizer: an optimizer that `wrap` takes, a chain, or a list of optimizers that share no parameter.
         mesh: the data-parallel ranks: a mesh of one dim, a process group, or a mesh of two dims whose first one
             replicates: gradients are then reduced along the second dim and summed over the first.
-        bucket_bytes: a bucket closes when it has at least so many bytes of gradients. A matrix lies in one bucket.
+        bucket_bytes: a bucket closes when it has at least so many bytes of gradients. A matrix lies in one bucket. None
+            is at most 64 MiB: ranks measure their link and choose. With `hardware=` or `plan=` it is 64 MiB.
         reduce_dtype: the dtype in which gradients travel; None is that of the gradients.
         gather: "step" if parameters are whole when `step` returns; "forward" if each module waits for its own
             parameters just before it runs. Then all else that reads parameters must come after
@@ -105,7 +108,8 @@ def zero1(
     check_experts(params, group, given=wanted.layout is not None)
     send_from_first(model, group)
     planned = [PlannedSession(own, its) for own, its in zip(optimizers, each, strict=True)]
-    model_plan = agreed_plan(planned, params, group.shard, ranks, bucket_bytes, agreement)
+    size = bucket_bytes or chosen_size(params, group, around, wanted)
+    model_plan = agreed_plan(planned, params, group.shard, ranks, size, agreement)
     filling = Filling.of(model_plan, params, group.rank)
     engine = Zero1(model, filling, group, reduce_dtype, gather, wanted.missing_grads == "zero", around)
     sessions = [
@@ -117,6 +121,20 @@ def zero1(
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer
+
+
+def chosen_size(params: Mapping[str, Tensor], group: DataParallelGroup, around: Agreement, options: Options) -> int:
+    """The bytes at which a bucket closes. This is a collective of all ranks `around`."""
+    if group.shard is None or not options.measures:
+        return BUCKET_BYTES
+    total = sum(local_part(param).numel() * param.element_size() for param in params.values())
+    most = max(map(int, around.share(str(total))))
+    if most <= LEAST_BUCKET_BYTES:
+        return BUCKET_BYTES
+    device = next(iter(params.values())).device
+    with around.on_its_way(), torch.no_grad():
+        link = agreed_link(around, group.shard, device, Waiter(around.boards, device))
+    return bytes_by_link(most, link.bandwidth, link.latency)
 
 
 def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> None:
@@ -244,7 +262,7 @@ def send_from_first(model: nn.Module, group: DataParallelGroup) -> None:
 def check(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     reduce_dtype: torch.dtype | None,
     gather: str,
 ) -> None:
@@ -281,7 +299,7 @@ def check(
         if ids & seen:
             raise CanzonaError("two of the optimizers share a parameter", at="zero1()")
         seen |= ids
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+    if bucket_bytes is not None and (type(bucket_bytes) is not int or bucket_bytes < 1):
         raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="the option bucket_bytes")
     if gather not in ("step", "forward"):
         raise CanzonaError(f"gather={gather!r} is neither 'step' nor 'forward'", at="the option gather")

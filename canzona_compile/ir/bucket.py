@@ -7,6 +7,7 @@ calls the first property atomicity.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,8 @@ import torch
 
 from canzona_compile.ir.layout import WHOLE_VECTORS
 
-BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user asks for another one
+BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user or the link asks for a smaller one
+LEAST_BUCKET_BYTES = 2**20  # below it, what a host does for a bucket counts
 MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
 
@@ -135,6 +137,22 @@ class Bucket:
     def by_owner(self) -> tuple[tuple[BucketSlice, ...], ...]:
         """The slices of each owner."""
         return tuple(tuple(p for p in self.slices if p.owner == owner) for owner in range(len(self.lengths)))
+
+
+def bytes_by_link(total: int, bandwidth: float, latency: float) -> int:
+    """The size at which buckets close, so that reducing and gathering take the least time.
+
+    The first bucket waits until its gradients are there, and the last one is waited for: the fewer bytes the better.
+    But each bucket costs the latency of a collective. The sum, total / size * latency + size / bandwidth, is least at
+    the geometric mean of all bytes and of those that a link carries during its latency.
+
+    Args:
+        total: bytes of all gradients of a rank.
+        bandwidth: bytes per second that a rank sends.
+        latency: seconds of the smallest collective.
+    """
+    best = math.sqrt(total * bandwidth * latency)
+    return min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, round(best)))
 
 
 def aligned(elements: int) -> int:

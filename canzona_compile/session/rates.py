@@ -232,48 +232,79 @@ def exchanges(group: dist.ProcessGroup, device: torch.device, watch: Watch, dtyp
     Args:
         dtype: of the products.
     """
-    ranks = group.size()
+    timer = Timer(group, device, watch)
+    found, start, longest = timer.link()
+    beside = product(dtype, device, BESIDE)
+    beside()
+    each = timer.agreed(lasting(beside, device))[0]
+    count = max(1, math.ceil(longest / each))
 
-    def agreed(*values: float) -> list[float]:
+    def tried() -> list[float]:
+        timed = timer.timed
+        return timer.agreed(timed(lambda: None, beside, count), timed(start), timed(start, beside, count))
+
+    products, bare, together = (min(own) for own in zip(tried(), tried(), strict=True))
+    exposed = (together - products) / bare if products > bare else (together - bare) / products
+    return {**found, "exposed": min(1.0, max(0.0, exposed))}
+
+
+def agreed_link(agreement: Agreement, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> Link:
+    """Measure the link of ranks that exchange. This is a collective of an agreement, which may have several groups.
+
+    The rates are those of the slowest group.
+    """
+    tell("measuring rates")
+    found: Slowness = {"link": Timer(group, device, watch).link()[0]}
+    for text in agreement.share(json.dumps(found)):
+        slower(found, json.loads(text))
+    return link_of(found["link"])
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Times exchanges of some ranks, all of which make the same calls."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    watch: Watch
+
+    def agreed(self, *values: float) -> list[float]:
         """The largest of all ranks, who all come here first."""
-        told = torch.tensor(values, dtype=torch.float64, device=device)
-        watch.wait(dist.all_reduce(told, dist.ReduceOp.MAX, group=group, async_op=True))
+        told = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self.watch.wait(dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group, async_op=True))
         found: list[float] = told.tolist()
         return found
 
-    def exchange(size: int) -> Callable[[], Any]:
-        sent = torch.zeros(max(1, size // ranks) * ranks, dtype=torch.uint8, device=device)
+    def exchange(self, size: int) -> Callable[[], Any]:
+        """An all-to-all in which each rank has so many bytes."""
+        ranks = self.group.size()
+        sent = torch.zeros(max(1, size // ranks) * ranks, dtype=torch.uint8, device=self.device)
         received = torch.empty_like(sent)
-        return lambda: dist.all_to_all_single(received, sent, group=group, async_op=True)
+        return lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True)
 
-    def timed(start: Callable[[], Any], beside: Work | None = None, count: int = 0) -> float:
+    def timed(self, start: Callable[[], Any], beside: Work = lambda: None, count: int = 0) -> float:
         """The seconds of an exchange, and of products that run meanwhile."""
-        begin = now(device)
+        begin = now(self.device)
         work = start()
         for _ in range(count):
-            assert beside is not None
             beside()
         if work is not None:
-            watch.wait(work)
-        return now(device) - begin
+            self.watch.wait(work)
+        return now(self.device) - begin
 
-    smallest = exchange(1)
-    latency = sorted(agreed(*(timed(smallest) for _ in range(TINY))))[TINY // 2]
-    size, points = FIRST, [(0.0, latency)]
-    while True:
-        start = exchange(size)
-        agreed(timed(start))
-        points.append((size * (ranks - 1) / ranks, min(agreed(timed(start))[0], agreed(timed(start))[0])))
-        if points[-1][1] >= LONG or size >= LARGEST[device.type]:
-            break
-        size *= 4
-    (before, shorter), (sent, longest) = points[-2:]
-    rate = (longest - shorter) / (sent - before) if longest > shorter else longest / sent
-    beside = product(dtype, device, BESIDE)
-    beside()
-    each = agreed(lasting(beside, device))[0]
-    count = max(1, math.ceil(longest / each))
-    tries = [agreed(timed(lambda: None, beside, count), timed(start), timed(start, beside, count)) for _ in range(2)]
-    products, bare, together = (min(own) for own in zip(*tries, strict=True))
-    exposed = (together - products) / bare if products > bare else (together - bare) / products
-    return {"latency": latency, "seconds_per_byte": rate, "exposed": min(1.0, max(0.0, exposed))}
+    def link(self) -> tuple[dict[str, float], Callable[[], Any], float]:
+        """The latency and the seconds per byte, the longest exchange, and its seconds."""
+        ranks, smallest = self.group.size(), self.exchange(1)
+        latency = sorted(self.agreed(*(self.timed(smallest) for _ in range(TINY))))[TINY // 2]
+        size, points = FIRST, [(0.0, latency)]
+        while True:
+            start = self.exchange(size)
+            self.agreed(self.timed(start))
+            shortest = min(self.agreed(self.timed(start))[0], self.agreed(self.timed(start))[0])
+            points.append((size * (ranks - 1) / ranks, shortest))
+            if shortest >= LONG or size >= LARGEST[self.device.type]:
+                break
+            size *= 4
+        (before, shorter), (sent, longest) = points[-2:]
+        rate = (longest - shorter) / (sent - before) if longest > shorter else longest / sent
+        return {"latency": latency, "seconds_per_byte": rate}, start, longest
