@@ -36,6 +36,7 @@ from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.equal_copies import HINT_EXPERTS, digest_of
 from canzona_compile.runtime.launch_order import keep_launch_order
+from canzona_compile.runtime.process_groups import widen
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.params import check_usable
 from canzona_compile.session.planning import PlannedSession
@@ -108,7 +109,7 @@ def zero1(
     check_experts(params, group, given=wanted.layout is not None)
     send_from_first(model, group)
     planned = [PlannedSession(own, its) for own, its in zip(optimizers, each, strict=True)]
-    size = bucket_bytes or chosen_size(params, group, around, wanted)
+    size = bucket_size(bucket_bytes, params, group, around, wanted)
     model_plan = agreed_plan(planned, params, group.shard, ranks, size, agreement)
     filling = Filling.of(model_plan, params, group.rank)
     engine = Zero1(model, filling, group, reduce_dtype, gather, wanted.missing_grads == "zero", around)
@@ -123,16 +124,23 @@ def zero1(
     return optimizer
 
 
-def chosen_size(params: Mapping[str, Tensor], group: DataParallelGroup, around: Agreement, options: Options) -> int:
-    """The bytes at which a bucket closes. This is a collective of all ranks `around`."""
-    if group.shard is None or not options.measures:
-        return BUCKET_BYTES
-    total = sum(local_part(param).numel() * param.element_size() for param in params.values())
-    most = max(map(int, around.share(str(total))))
-    if most <= LEAST_BUCKET_BYTES:
-        return BUCKET_BYTES
+def bucket_size(
+    given: int | None, params: Mapping[str, Tensor], group: DataParallelGroup, around: Agreement, options: Options
+) -> int:
+    """The bytes at which a bucket closes, for ranks that exchange as fast as they can.
+
+    This is a collective of all ranks `around`.
+    """
+    size = given or BUCKET_BYTES
+    if group.shard is None:
+        return size
+    own = sum(local_part(param).numel() * param.element_size() for param in params.values())
+    most = max(map(int, around.share(str(own))))
     device = next(iter(params.values())).device
     with around.on_its_way(), torch.no_grad():
+        widen(group.shard, device, most)
+        if given is not None or not options.measures or most <= LEAST_BUCKET_BYTES:
+            return size
         link = agreed_link(around, group.shard, device, Waiter(around.boards, device))
     return bytes_by_link(most, link.bandwidth, link.latency)
 

@@ -3,7 +3,8 @@
 The backend decides how. On NCCL uniform buckets use the collectives of one tensor with equal shards, and uneven ones
 the forms for lists, of which NCCL makes one reduction or broadcast per shard. Gloo's reduce-scatter reduces whole
 buckets on every rank, and its all-gather is slower than one broadcast per owner (`benchmarks/zero1_transports.py`).
-There an all-to-all brings the parts of a shard to its owner, which sums them in the order of ranks.
+There an all-to-all brings the parts of a shard to its owner, which sums them in the order of ranks. If much is sent, so
+that it goes both ways at once (`compat/duplex.py`), another one brings shards to all ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canzona_compile.compat.duplex import SECOND, all_to_all
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.held_works import hold
@@ -152,7 +154,7 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
     if gloo:
         parts = filled.new_empty(group.size, length)
         own, sent = [length] * group.size, list(bucket.shard_lengths)
-        work = dist.all_to_all_single(parts.view(-1), filled, own, sent, group=group.shard, async_op=True)
+        work = all_to_all(parts.view(-1), filled, own, sent, group.shard)
         return Pending(bucket, filled[:length], under_way(gloo, work), filled, parts)
     shard = filled.new_empty(length)
     if bucket.uniform:
@@ -169,7 +171,7 @@ def sum_replicas(group: dist.ProcessGroup, pending: Pending) -> None:
     pending.summing = dist.all_reduce(pending.result, group=group, async_op=True)
 
 
-def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor) -> Pending:
+def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor, memory: BucketMemory) -> Pending:
     """Start to gather the shards of all owners on every rank.
 
     `whole` is memory for the bucket, [bucket.starts[-1]], in which this rank's own shard has its values.
@@ -179,6 +181,12 @@ def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor) -> Pending:
     shards = shards_of(bucket, whole)
     gloo = over_gloo(whole.device, group.shard)
     works: list[dist.Work | None]
+    if gloo and group.shard in SECOND:
+        own = shards[group.rank]
+        sent = memory.take(len(own) * group.size, whole.dtype, whole.device)
+        sent.view(group.size, -1).copy_(own)
+        sizes = [len(shard) for shard in shards], [len(own)] * group.size
+        return Pending(bucket, whole, under_way(gloo, all_to_all(whole, sent, *sizes, group.shard)), sent)
     if gloo:
         ranks = dist.get_process_group_ranks(group.shard)
         works = [

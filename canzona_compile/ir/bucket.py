@@ -17,7 +17,7 @@ import torch
 from canzona_compile.ir.layout import WHOLE_VECTORS
 
 BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user or the link asks for a smaller one
-LEAST_BUCKET_BYTES = 2**20  # below it, what a host does for a bucket counts
+LEAST_BUCKET_BYTES = 2**22  # below it, what hosts do for each bucket costs more than waiting for it
 MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
 

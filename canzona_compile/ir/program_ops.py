@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from canzona_compile.compat.duplex import all_to_all
 from canzona_compile.compat.matmul_precision import Kept, matmul_precision, put_back, set_precision
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.layout import Shape
@@ -203,7 +204,7 @@ def start_all_to_all(
         received_bytes: bytes from each rank of the process group.
         sent_bytes: bytes to each rank of the process group.
     """
-    work: dist.Work = dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=group, async_op=True)
+    work: dist.Work = all_to_all(received, sent, received_bytes, sent_bytes, group)
     return work
 
 

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from canzona_compile.compat.duplex import SECOND
 from canzona_compile.compat.torch_private import default_store, group_named
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.launch_order import backend_on, keep_launch_order
+
+LARGE = 2**20  # bytes of a step for which a second process group pays
 
 
 class Groups:
@@ -75,6 +78,18 @@ class Groups:
         watch.wait(dist.all_to_all_single(torch.empty_like(token), token, group=self.of(ranks), async_op=True))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def widen(group: dist.ProcessGroup, device: torch.device, size: int) -> None:
+    """Let a process group over gloo send and receive at the same time, if it moves much. This is a collective.
+
+    Args:
+        size: bytes that its ranks exchange in a step, the same on all of them.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    much = size >= LARGE and len(ranks) > 1 and ranks == sorted(ranks)
+    if much and group not in SECOND and over_gloo(device, group):
+        SECOND[group] = new_group_of(ranks, timeout=timedelta(seconds=timeout_of(group, device)))
 
 
 def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from canzona_compile.analysis.flops import DECOMPOSITIONS
 from canzona_compile.analysis.roofline import works
+from canzona_compile.compat.duplex import all_to_all
 from canzona_compile.compat.telling import tell
 from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.program_ops import Watch
@@ -280,7 +281,8 @@ class Timer:
         ranks = self.group.size()
         sent = torch.zeros(max(1, size // ranks) * ranks, dtype=torch.uint8, device=self.device)
         received = torch.empty_like(sent)
-        return lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        sizes = [len(sent) // ranks] * ranks
+        return lambda: all_to_all(received, sent, sizes, sizes, self.group)
 
     def timed(self, start: Callable[[], Any], beside: Work = lambda: None, count: int = 0) -> float:
         """The seconds of an exchange, and of products that run meanwhile."""

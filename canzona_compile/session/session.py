@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.replica.raised import failed_on, first_line, note_rank
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.launch_order import keep_launch_order
-from canzona_compile.runtime.process_groups import Groups, current_device, distributed
+from canzona_compile.runtime.process_groups import Groups, current_device, distributed, widen
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.runtime.streams import check_not_capturing
 from canzona_compile.session import rates
@@ -253,8 +254,8 @@ class Session(PlannedSession):
         text += "" if self.options.measures else f" hardware={getattr(hardware, 'digest', hardware)}"
         agreements.report(members, error, text)
         (every,) = bound
-        if self.options.measures and not self._in_dummy_step:
-            self._measure_rates([b for own in every.values() for b in own], members)
+        if not self._in_dummy_step:
+            self._get_to_know([b for own in every.values() for b in own], members)
         found: list[Plan] = []
         error = problem_of(lambda: found.append(self.plan_bound(every)))
         agreements.report(members, error)
@@ -277,8 +278,10 @@ class Session(PlannedSession):
             agreements.report(members, problem_of(driver.choose_variants))
         return driver
 
-    def _measure_rates(self, bound: Sequence[BoundParam], members: set[Ranks]) -> None:
-        """Measure what the plans of this chain depend on. This is a collective of the ranks that share matrices.
+    def _get_to_know(self, bound: Sequence[BoundParam], members: set[Ranks]) -> None:
+        """Measure what the plans of this chain depend on, over process groups that are as fast as they can be.
+
+        This is a collective of the ranks that share matrices.
 
         Args:
             members: the sets of ranks that plan; of a plan in mid-run, no other one has announced that it does.
@@ -293,7 +296,12 @@ class Session(PlannedSession):
         known = {ranks: (agreements.of(ranks), groups.of(ranks)) for ranks in sorted(sets)}
         try:
             for ranks in known:
+                shared = [b for b in bound if b.task.layout.grid.members() == ranks]
+                moved = sum(math.prod(b.task.layout.shape) * b.param.element_size() for b in shared)
+                widen(groups.of(ranks), self.device, moved)
                 groups.warm_up(ranks, self.device, watch)
+            if not self.options.measures:
+                return
             found = rates.measured_rates(known, rates.Wanted.by(bound), self.device, watch)
         except BaseException as error:  # the others wait for this rank
             agreements.fail(failed_on(self.rank, error))

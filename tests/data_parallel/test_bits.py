@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.duplex import SECOND
 from canzona_compile.data_parallel.collectives import Pending
+from canzona_compile.runtime import process_groups
+from canzona_compile.session.rates import agreed_link
 from tests.data_parallel.models import MAKERS
 from tests.data_parallel.runs import compare, set_up, step_alone
 from tests.harness.marks import crossed
@@ -38,6 +42,33 @@ def test_reduced_gradients_give_the_plain_step(world: int, make: str, dtype: tor
     after = partial(step_alone, make, dtype)
     for found in run(world, compare, make, STEPS, dtype, after=after, **LIKE_USERS):
         assert found == []
+
+
+def both_ways(make: str, **options: Any) -> list[str]:
+    """What differs if gradients and parameters go both ways at once."""
+    with mock.patch.object(process_groups, "LARGE", 0):
+        found = compare(make, 3, **options)
+    return found if SECOND else ["no second process group"]
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {"ddp": True, "gather": "forward"}), (3, {}), (4, {"replicas": 2})])
+def test_what_goes_both_ways_at_once_has_the_same_bits(world: int, options: dict[str, Any]) -> None:
+    after = partial(step_alone, "muon and adamw", torch.float32)
+    for found in run(world, both_ways, "muon and adamw", fresh=True, after=after, **LIKE_USERS, **options):
+        assert found == []
+
+
+def by_link() -> tuple[list[str], int]:
+    """What differs if ranks choose the size of buckets, and how often they measured their link."""
+    module = sys.modules["canzona_compile.api.zero1"]  # beside the function of this name
+    with mock.patch.object(module, "LEAST_BUCKET_BYTES", 0), mock.patch.object(module, "agreed_link") as measured:
+        measured.side_effect = agreed_link
+        return compare("muon and adamw", 3, ddp=True, clip=0.5, bucket_bytes=None), measured.call_count
+
+
+def test_ranks_choose_the_size_of_buckets() -> None:
+    found = run(2, by_link, after=partial(step_alone, "muon and adamw", torch.float32))
+    assert found == [([], 1)] * 2
 
 
 def forgets_a_rank(pending: Pending) -> Tensor:

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.bucket import MOST_PADDING, Bucket, BucketSlice, aligned
+from canzona_compile.ir.bucket import (
+    BUCKET_BYTES,
+    LEAST_BUCKET_BYTES,
+    MOST_PADDING,
+    Bucket,
+    BucketSlice,
+    aligned,
+    bytes_by_link,
+)
 from canzona_compile.ir.layout import WHOLE_VECTORS
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
@@ -274,3 +282,17 @@ def test_slices_that_overlap() -> None:
     made = (first.slices[0], replace(two, offset=two.offset - 64), *first.slices[2:])
     with pytest.raises(InvalidStep, match="overlaps the slice before it"):
         verify(replace(step, buckets=(replace(first, slices=made),)))
+
+
+@pytest.mark.parametrize("latency", [1e-5, 1e-3])
+@pytest.mark.parametrize("bandwidth", [1e7, 1e9, 1e11])
+@pytest.mark.parametrize("total", [10**6, 10**8, 10**10])
+def test_buckets_by_link_take_the_least_time(total: int, bandwidth: float, latency: float) -> None:
+    """Among the sizes that are allowed."""
+
+    def seconds(size: float) -> float:
+        return total / size * latency + size / bandwidth
+
+    best = bytes_by_link(total, bandwidth, latency)
+    others = [min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, best * factor)) for factor in (0.25, 0.5, 0.9, 1.1, 2, 4)]
+    assert all(seconds(best) <= seconds(other) * 1.0001 for other in others)

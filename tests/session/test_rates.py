@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 from torch.optim import AdamW, Muon
 
 import canzona_compile
+from canzona_compile.compat.duplex import SECOND
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.machine.hardware import HERE, assumed_hardware, hardware_from
+from canzona_compile.runtime import process_groups
 from canzona_compile.session import rates
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full
@@ -189,6 +192,23 @@ def test_bits_do_not_depend_on_the_plan(make: Make, case: Case) -> None:
             options for options, own in zip(every, weights, strict=True) if not all(map(torch.equal, own, expected))
         ]
         assert wrong == []
+
+
+def both_ways(make: Make, case: Case) -> tuple[bool, list[Tensor]]:
+    """Whether exchanges go both ways at once, and the parameters after steps."""
+    with rates_measured(), mock.patch.object(process_groups, "LARGE", 0):
+        optimizer, weights = trained(make, case)
+    groups = optimizer.canzona.session.groups.known
+    return any(group in SECOND for group in groups), weights
+
+
+@pytest.mark.parametrize("case", first([Case("hsdp", (2, 2)), Case("tp_columns", (3,))]), ids=str)
+@pytest.mark.parametrize("make", [muon, soap])
+def test_bits_do_not_depend_on_how_ranks_exchange(make: Make, case: Case) -> None:
+    expected = plain_steps(make)
+    for both, weights in run(case.world, both_ways, make, case, fresh=True, after=partial(plain_steps, make)):
+        assert both
+        assert all(map(torch.equal, weights, expected))
 
 
 # -- the figures ---------------------------------------------------------------------------------------
