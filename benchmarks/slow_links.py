@@ -2,6 +2,7 @@
 
     python benchmarks/slow_links.py
     python benchmarks/slow_links.py --links 200 --ranks 2 --cases even --what step
+    python benchmarks/slow_links.py --read times.json --picture slow_links.svg
 
 Each rank lives in a network namespace of its own, whose link sends at most so many Mbit/s (tc's token bucket); 0 is
 loopback, without any. So bytes wait on a wire and not on a core. This needs root, Linux, and iproute2. What is not
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,77 @@ def on_rank(given: argparse.Namespace) -> None:
 
 # -- what is shown -------------------------------------------------------------------------------------
 
+Measured = dict[str, Any]  # what was run on how many ranks, the link, and the seconds by variant and round
+PANELS = ("even", "iteration")
+DRAWN = {  # the names of variants in the picture
+    "even": {
+        DEFAULT: "ours",
+        SYNCHRONOUS: "gather all, each rank computes all",
+        DION: "dion",
+        "assumed": "rates assumed",
+    },
+    "iteration": {
+        iteration_variants.STEP: "zero1",
+        iteration_variants.REPLICATE: "DDP, wrap(replicate=)",
+        iteration_variants.PLAIN: "DDP, plain Muon",
+        iteration_variants.REDUNDANCY: "DDP, ZeroRedundancyOptimizer",
+        iteration_variants.FSDP: "FSDP2, wrap",
+    },
+}
+
+
+def measured(given: argparse.Namespace) -> Iterator[Measured]:
+    wanted = [*given.cases] if given.what != "iteration" else []
+    wanted += ["iteration"] if given.what != "step" else []
+    for on in wanted:
+        for ranks in given.ranks:
+            words = ["--on", on, "--rounds", str(given.rounds), *(["--only", *given.only] if given.only else [])]
+            for mbit in given.links:
+                yield {"on": on, "ranks": ranks, "mbit": mbit, "seconds": on_links(ranks, mbit, *words)}
+
+
+def milliseconds(own: Measured) -> dict[str, float]:
+    return {name: statistics.median(times) * 1e3 for name, times in own["seconds"].items()}
+
+
+def table(found: Sequence[Measured]) -> Table:
+    """Medians of what was run on so many ranks, by variant and link."""
+    made = Table("ms, medians", *(str(own["mbit"] or "loopback") for own in found))
+    made.title = f"{found[0]['on']}, {found[0]['ranks']} ranks"
+    columns = [milliseconds(own) for own in found]
+    for name in columns[0]:
+        made.add_row(name, *(f"{column[name]:.0f}" for column in columns))
+    return made
+
+
+def draw(found: Sequence[Measured], path: Path) -> None:
+    """The time of a step, and of an iteration, against the link, a column for each number of ranks."""
+    import matplotlib  # a machine that only runs may lack it
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"})
+    ranks = sorted({own["ranks"] for own in found})
+    size = 3.6 * len(ranks) + 1.0, 6.4
+    figure, grid = plt.subplots(len(PANELS), len(ranks), figsize=size, squeeze=False, layout="constrained")
+    for row, on in zip(grid, PANELS, strict=True):
+        for panel, count in zip(row, ranks, strict=True):
+            own = sorted(
+                (m for m in found if m["mbit"] and (m["on"], m["ranks"]) == (on, count)), key=lambda m: -m["mbit"]
+            )
+            columns = [milliseconds(m) for m in own]
+            for name, label in DRAWN[on].items():
+                if columns and name in columns[0]:
+                    panel.plot(range(len(own)), [column[name] for column in columns], marker="o", label=label)
+            panel.set(title=f"{'step' if on == 'even' else on}, {count} ranks", ylabel="ms", ylim=(0, None))
+            panel.set_xticks(range(len(own)), [str(m["mbit"]) for m in own])
+            panel.grid(alpha=0.3)
+        row[0].legend(fontsize="small")
+    for panel in grid[-1]:
+        panel.set_xlabel("Mbit/s of a rank's link")
+    figure.savefig(path, metadata={"Date": None})
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,35 +306,30 @@ def main() -> None:
     add("--only", nargs="*", default=[], help="names of variants of the step (default: all)")
     add("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write all times there")
+    add("--read", type=Path, metavar="FILE", help="measure nothing: show the times of such a file")
+    add("--picture", type=Path, metavar="FILE", help="also draw an SVG")
     add("--on", help=argparse.SUPPRESS)  # what this rank measures
     given = parser.parse_args()
     if given.on:
         on_rank(given)
         return
-    if any(given.links) and (why := missing()):
+    if not given.read and any(given.links) and (why := missing()):
         print(f"nothing was measured: {why}")
         return
-    wanted = [*given.cases] if given.what != "iteration" else []
-    wanted += ["iteration"] if given.what != "step" else []
     console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(f"{os.cpu_count()} cores of {this_processor()}, torch {torch.__version__}, gloo, one thread a rank")
-    found = []
-    for on in wanted:
-        for ranks in given.ranks:
-            table = Table(
-                "ms, medians", *(f"{mbit or 'loopback'}" for mbit in given.links), title=f"{on}, {ranks} ranks"
-            )
-            words = ["--on", on, "--rounds", str(given.rounds), *(["--only", *given.only] if given.only else [])]
-            columns = [on_links(ranks, mbit, *words) for mbit in given.links]
-            for name in columns[0]:
-                table.add_row(name, *(f"{statistics.median(own[name]) * 1e3:.0f}" for own in columns))
-            console.print(table)
-            found += [
-                {"on": on, "ranks": ranks, "mbit": mbit, "seconds": own}
-                for mbit, own in zip(given.links, columns, strict=True)
-            ]
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not given.read:
+        console.print(
+            f"{os.cpu_count()} cores of {this_processor()}, torch {torch.__version__}, gloo, one thread a rank"
+        )
+    found: list[Measured] = []
+    every = json.loads(given.read.read_text(encoding="utf-8")) if given.read else measured(given)
+    for _, own in groupby(every, key=lambda own: (own["on"], own["ranks"])):
+        found += (group := list(own))
+        console.print(table(group))
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if given.picture:
+        draw(found, given.picture)
 
 
 if __name__ == "__main__":

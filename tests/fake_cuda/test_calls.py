@@ -56,12 +56,12 @@ CALLS: dict[str, Edit] = {
     "graph": ours(lambda optimizer: optimizer.canzona.graph().print_readable(print_output=False)),
     "explain": lambda optimizer: str(canzona_compile.explain(optimizer)),
     "state_dict": lambda optimizer: optimizer.state_dict(),
-    "consolidate": ours(lambda optimizer: optimizer.canzona.consolidate(to=0)),
     "load_state_dict": reload,
     "release": wrapped_anew,
     "deepcopy": lambda optimizer: copy.deepcopy(optimizer),
     "a changed number": lambda optimizer: rate(optimizer.param_groups[0]["lr"] * 0.9)(optimizer),
     "torch forgets workspaces": lambda optimizer: current_device().forget_workspaces() if has_device() else None,
+    "consolidate": ours(lambda optimizer: optimizer.canzona.consolidate(to=0)),  # then only rank 0 may copy
 }
 KEEPING = [edit for name, edit in CALLS.items() if name not in ("measure", "load_state_dict", "release")]
 # What several calls do, and what a script itself knows.

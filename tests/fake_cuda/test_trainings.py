@@ -88,7 +88,9 @@ def test_bits_of_the_plain_optimizer(name: str, case: Case, script: str, seeds: 
         assert right.wrong(results) == []
         if name == "muon":  # the others decompose, and torch looks at error codes
             assert all(result.waits == 0 for result in results)
-            assert "recorded once" in results[0].how[-1] or (right.script.moving(0, 1) and not right.script.kernels)
+            # A whole matrix that no other one is stacked with is read by operators of torch, wherever its gradient is.
+            by_kernels = right.script.kernels and case.layout != "ddp"
+            assert "recorded once" in results[0].how[-1] or (right.script.moving(0, 1) and not by_kernels)
 
 
 STACKED = [Case("stack_dim1", (2,)), Case("stack_dim0", (2,)), Case("stack_dims", (2, 2))]
