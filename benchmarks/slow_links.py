@@ -53,7 +53,7 @@ PORT = "29611"
 TIMEOUT = timedelta(minutes=5)
 LINKS, RANKS, SHAPES = (1000, 400, 200, 100), (2, 4), ("even", "uneven", "one-per-shape")
 COUNTS = (1, 2, 4, 8, 16)  # of micro-groups
-DEFAULT, SYNCHRONOUS, DION = "default", "synchronous", "dion"
+DEFAULT, SYNCHRONOUS, DION, PREDICTED = "default", "synchronous", "dion", "default, predicted"
 
 
 # -- links ---------------------------------------------------------------------------------------------
@@ -124,10 +124,11 @@ def on_links(ranks: int, mbit: int, *words: str) -> dict[str, list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Stepper:
-    """A variant of the step, with its own copy of the parameters."""
+    """A variant of the step, with its own copy of the parameters, and what predicts its seconds."""
 
     params: Sequence[Any]
     step: Callable[[], Any]
+    predicted: Callable[[], float] | None = None
 
 
 def steppers(full: Sequence[Tensor], mesh: DeviceMesh, only: Sequence[str]) -> dict[str, Stepper]:
@@ -135,7 +136,8 @@ def steppers(full: Sequence[Tensor], mesh: DeviceMesh, only: Sequence[str]) -> d
 
     def ours(**options: Any) -> Stepper:
         params = [Parameter(t) for t in shard(full, mesh)]
-        return Stepper(params, canzona_compile.wrap(Muon(params, lr=1e-3), **options).step)
+        optimizer: Any = canzona_compile.wrap(Muon(params, lr=1e-3), **options)
+        return Stepper(params, optimizer.step, lambda: optimizer.canzona.report().predicted_seconds)
 
     def synchronous() -> Stepper:
         """Gathers every gradient, then computes all; whole matrices, as each rank would need them."""
@@ -182,6 +184,8 @@ def step_times(case: str, rounds: int, only: Sequence[str]) -> dict[str, list[fl
             variants[name].step()
             if number > 1:
                 times[name].append(time.perf_counter() - begin)
+    if DEFAULT in variants and (predicted := variants[DEFAULT].predicted) is not None:
+        times[PREDICTED] = [predicted()] * rounds
     return times
 
 
