@@ -99,18 +99,19 @@ test-frameworks: WITH = deepspeed==0.19.8
 
 test-recipes: VENV = .venv-recipes
 test-recipes: FILES = tests/clients/test_recipes.py
+test-recipes: REMOVED = .venv-recipes/lib/python3*/site-packages/tests # verl's, which would be found before ours
 test-recipes: BARE = axolotl==0.21.0 llamafactory==0.9.5 ms-swift==4.6.0 torchft==0.2.0 verl==0.9.1 \
 	megatron-core==0.19.2 emerging-optimizers==0.3.0
 test-recipes: WITH = absl-py accelerate addict codetiming datasets hydra-core json_repair modelscope numba omegaconf \
 	opentelemetry-exporter-otlp-proto-http orjson peft pillow ray tensordict torchdata torchvision transformers==5.24.0 trl
 
 test-megatron test-frameworks test-recipes:
-	@$(MAKE) --no-print-directory framework VENV=$(VENV) EXTRAS=page,test FILES="$(FILES)" BARE="$(BARE)" WITH="$(WITH)"
+	@$(MAKE) --no-print-directory framework VENV=$(VENV) EXTRAS=page,test FILES="$(FILES)" BARE="$(BARE)" WITH="$(WITH)" REMOVED="$(REMOVED)"
 
 framework: $(INSTALLED)
 	@$(PIP) --no-deps $(BARE)
 	@$(PIP) $(TORCH) $(WITH)
-	@rm -rf $(VENV)/lib/python3*/site-packages/tests # verl's, which would be found before ours
+	@rm -rf $(REMOVED)
 	$(BIN)/python -m pytest -rs $(FILES) $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such

@@ -105,6 +105,7 @@ def zero1(
     around = Agreement(None if either is None else channel_of(every_rank(mesh, meshes, group), either, device), "model")
     around.take_number()
     said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
+    said += "" if wanted.measures else f" hardware={getattr(wanted.hardware, 'digest', wanted.hardware)}"
     agreement.compare(PLANNING, {"plan": "\n".join([said, *(own.text for own in each), *described(model, params)])})
     check_experts(params, group, given=wanted.layout is not None)
     send_from_first(model, group)
@@ -132,7 +133,7 @@ def bucket_size(
     This is a collective of all ranks `around`.
     """
     size = given or BUCKET_BYTES
-    if group.shard is None:
+    if group.shard is None or group.size == 1:
         return size
     own = sum(local_part(param).numel() * param.element_size() for param in params.values())
     most = max(map(int, around.share(str(own))))

@@ -27,7 +27,8 @@ class Both:
     works: tuple[Any, Any]
 
     def wait(self, *timeout: timedelta) -> bool:
-        return all(bool(work.wait(*timeout)) for work in self.works)
+        first, second = (bool(work.wait(*timeout)) for work in self.works)
+        return first and second
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)

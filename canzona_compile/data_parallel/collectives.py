@@ -33,6 +33,7 @@ ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 # receives as many bytes as it sends. More do not help: simulated iterations of Qwen3-1.7B on dp=64 take as long with 4,
 # 8 and 16, whether the network or the processors are the bottleneck.
 IN_FLIGHT = 2
+MOST_REPEATED = 1.25  # of a bucket: what a rank repeats for the others. A broadcast of a large shard forks on its way
 BROKEN = "look at the output of the other ranks. Shards of gradients and parameters are lost: restart from a checkpoint"
 
 
@@ -171,7 +172,7 @@ def sum_replicas(group: dist.ProcessGroup, pending: Pending) -> None:
     pending.summing = dist.all_reduce(pending.result, group=group, async_op=True)
 
 
-def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor, memory: BucketMemory) -> Pending:
+def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor) -> Pending:
     """Start to gather the shards of all owners on every rank.
 
     `whole` is memory for the bucket, [bucket.starts[-1]], in which this rank's own shard has its values.
@@ -181,10 +182,9 @@ def gather(group: DataParallelGroup, bucket: Bucket, whole: Tensor, memory: Buck
     shards = shards_of(bucket, whole)
     gloo = over_gloo(whole.device, group.shard)
     works: list[dist.Work | None]
-    if gloo and group.shard in SECOND:
-        own = shards[group.rank]
-        sent = memory.take(len(own) * group.size, whole.dtype, whole.device)
-        sent.view(group.size, -1).copy_(own)
+    own = shards[group.rank]
+    if gloo and group.shard in SECOND and max(map(len, shards)) * group.size <= MOST_REPEATED * len(whole):
+        sent = own.repeat(group.size)
         sizes = [len(shard) for shard in shards], [len(own)] * group.size
         return Pending(bucket, whole, under_way(gloo, all_to_all(whole, sent, *sizes, group.shard)), sent)
     if gloo:

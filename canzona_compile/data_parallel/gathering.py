@@ -106,7 +106,7 @@ class Gathering:
                 targets.append(shard[part.offset : part.offset + part.length])
                 sources.append(fragment.parts[part.key].of(fragment.values()).view(-1))
             copy_all(targets, sources)
-            self._pending.append(gather(self.group, bucket, whole, self.memory))
+            self._pending.append(gather(self.group, bucket, whole))
 
     def _take(self) -> None:
         """Wait for the bucket that was started first, and copy what other ranks own to its place."""
@@ -133,9 +133,7 @@ class Gathering:
                     targets.append(place)
                     sources.append(own.view(place.shape))
         copy_all(targets, sources)
-        for memory in (pending.result, pending.sent):
-            if memory is not None:
-                self.memory.give_back(memory)
+        self.memory.give_back(pending.result)
         self.start()
 
     def wait(self) -> None:

@@ -39,14 +39,15 @@ from canzona_compile.tensors import is_expert
 WHERE = "canzona_compile.integrations.megatron"
 OPTIONS_OF_MEGATRON = ("config_overrides", "use_gloo_process_groups", "pg_collection", "dump_param_to_param_group_map")
 ELEMENTWISE = ("adam", "sgd")
-GROUPS = ("tp", "expt_tp", "dp_cp", "expt_dp")  # those that hold fragments or copies of weights
 # What our Muon does, by the fields of the OptimizerConfig that could ask for something else.
+READ_BY_MUON = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_tp_mode")  # the last one changes nothing
 OUR_MUON = {
     "muon_coefficient_type": "simple",
     "muon_scale_mode": "spectral",
     "muon_extra_scale_factor": 0.2,
     "muon_split_qkv": True,
     "muon_scalar_optimizer": "adam",
+    "muon_fp32_matmul_prec": "medium",
 }
 
 
@@ -71,7 +72,7 @@ def register(
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise CanzonaError(f"{kind!r} is not a subclass of torch.optim.Optimizer", at=f"register({name!r})")
     known = registry._EMERGING_OPTIMIZERS.get(name)
-    if known is not None and not issubclass(known.optimizer_cls, kind):
+    if known is not None and kind not in known.optimizer_cls.__mro__[:2]:
         raise CanzonaError(
             f"this name means {known.optimizer_cls.__name__} already", at=f"register({name!r})", hint="another name"
         )
@@ -256,17 +257,12 @@ class Weights:
         self.named: dict[int, tuple[str, Any]] = {}
         self.whole: dict[int, set[str]] = {}
         self._meshes: dict[Any, DeviceMesh] = {}
-        if missing := [name for name in GROUPS if getattr(groups, name, None) is None]:
-            raise CanzonaError(
-                f"the process groups lack {', '.join(missing)}",
-                at=f"{WHERE}, pg_collection=",
-                hint="ProcessGroupCollection.use_mpu_process_groups() has all of parallel_state",
-            )
+        tp = self._group("tp")
         for i, chunk in enumerate(model_chunks):
-            size = getattr(getattr(chunk, "config", None), "tensor_model_parallel_size", groups.tp.size())
-            if size != groups.tp.size():
+            size = getattr(getattr(chunk, "config", None), "tensor_model_parallel_size", tp.size())
+            if size != tp.size():
                 raise CanzonaError(
-                    f"the model is made for {size} tensor-parallel ranks, but the group has {groups.tp.size()}",
+                    f"the model is made for {size} tensor-parallel ranks, but the group has {tp.size()}",
                     at=WHERE,
                     hint="pass the pg_collection= that the model was made with",
                 )
@@ -276,10 +272,18 @@ class Weights:
 
     def ranks_of(self, param: Tensor) -> tuple[Any, Any]:
         """The process groups that hold the fragments of a weight, and copies of it."""
-        own, expert = self.groups, is_expert(param)
-        return own.expt_tp if expert or getattr(param, "expert_tp", False) else own.tp, (
-            own.expt_dp if expert else own.dp_cp
-        )
+        expert = is_expert(param)
+        fragments = "expt_tp" if expert or getattr(param, "expert_tp", False) else "tp"
+        return self._group(fragments), self._group("expt_dp" if expert else "dp_cp")
+
+    def _group(self, name: str) -> Any:
+        if (found := getattr(self.groups, name, None)) is None:
+            raise CanzonaError(
+                f"the process groups lack {name}",
+                at=f"{WHERE}, pg_collection=",
+                hint="ProcessGroupCollection.use_mpu_process_groups() has all of parallel_state",
+            )
+        return found
 
     def options_of(self, inner: Inner, given: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, Any]]:
         """The names of the parameters of an optimizer, by group, and the options that it is wrapped with."""
@@ -460,8 +464,9 @@ def whole_leaf(leaf: str, value: Any, weight: Any, groups: tuple[Any, Any]) -> S
 
 def of_muon(config: Any) -> dict[str, Any]:
     """Make the arguments of `Muon`."""
-    for name, given in changed(config, "muon_").items():
-        check_field(name, given, OUR_MUON.get(name, given))
+    for name, (given, default) in changed(config, "muon_").items():
+        if name not in READ_BY_MUON:
+            check_field(name, given, OUR_MUON.get(name, default))
     return {
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
@@ -481,10 +486,10 @@ def of_soap(config: Any) -> dict[str, Any]:
     return {}
 
 
-def changed(config: Any, prefix: str) -> dict[str, Any]:
-    """The fields of a config with this prefix that somebody has changed."""
+def changed(config: Any, prefix: str) -> dict[str, tuple[Any, Any]]:
+    """The fields of a config with this prefix that somebody has changed: their values, and what these were."""
     known = {field.name: field.default for field in fields(config) if field.name.startswith(prefix)}
-    return {name: given for name, default in known.items() if (given := getattr(config, name)) != default}
+    return {name: (given, was) for name, was in known.items() if (given := getattr(config, name)) != was}
 
 
 def check_field(name: str, given: Any, done: Any) -> None:

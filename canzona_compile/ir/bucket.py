@@ -16,7 +16,7 @@ import torch
 
 from canzona_compile.ir.layout import WHOLE_VECTORS
 
-BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user or the link asks for a smaller one
+BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user or the link asks for another one
 LEAST_BUCKET_BYTES = 2**22  # below it, what hosts do for each bucket costs more than waiting for it
 MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
@@ -144,7 +144,8 @@ def bytes_by_link(total: int, bandwidth: float, latency: float) -> int:
 
     The first bucket waits until its gradients are there, and the last one is waited for: the fewer bytes the better.
     But each bucket costs the latency of a collective. The sum, total / size * latency + size / bandwidth, is least at
-    the geometric mean of all bytes and of those that a link carries during its latency.
+    the geometric mean of all bytes and of those that a link carries during its latency. The nearest power of two is
+    taken, so that runs on the same machines have the same buckets.
 
     Args:
         total: bytes of all gradients of a rank.
@@ -152,7 +153,7 @@ def bytes_by_link(total: int, bandwidth: float, latency: float) -> int:
         latency: seconds of the smallest collective.
     """
     best = math.sqrt(total * bandwidth * latency)
-    return min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, round(best)))
+    return min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, 1 << round(math.log2(best))))
 
 
 def aligned(elements: int) -> int:

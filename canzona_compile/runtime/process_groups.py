@@ -89,7 +89,8 @@ def widen(group: dist.ProcessGroup, device: torch.device, size: int) -> None:
     ranks = dist.get_process_group_ranks(group)
     much = size >= LARGE and len(ranks) > 1 and ranks == sorted(ranks)
     if much and group not in SECOND and over_gloo(device, group):
-        SECOND[group] = new_group_of(ranks, timeout=timedelta(seconds=timeout_of(group, device)))
+        patience = timedelta(seconds=timeout_of(group, device))
+        SECOND[group] = new_group_of(ranks, timeout=patience, backend="gloo")  # that of `group` alone need not be gloo
 
 
 def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:

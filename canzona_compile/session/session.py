@@ -298,7 +298,8 @@ class Session(PlannedSession):
             for ranks in known:
                 shared = [b for b in bound if b.task.layout.grid.members() == ranks]
                 moved = sum(math.prod(b.task.layout.shape) * b.param.element_size() for b in shared)
-                widen(groups.of(ranks), self.device, moved)
+                most = max(map(int, agreements.of(ranks).share(str(moved))))  # ranks may differ, which they learn later
+                widen(groups.of(ranks), self.device, most)
                 groups.warm_up(ranks, self.device, watch)
             if not self.options.measures:
                 return

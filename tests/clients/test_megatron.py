@@ -95,6 +95,10 @@ MISTAKES = {
         Case(given=(("muon_scale_mode", "shape_scaling"),)),
         "muon_scale_mode is 'shape_scaling', and canzona_muon steps as with 'spectral'",
     ),
+    "precision of muon": (
+        Case(precision="highest"),
+        "muon_fp32_matmul_prec is 'highest', and canzona_muon steps as with 'medium'",
+    ),
     "a field of soap": (
         Case(optimizer="canzona_soap", given=(("soap_shampoo_beta", 0.9), ("soap_precondition_frequency", 5))),
         r"does not read soap_shampoo_beta, soap_precondition_frequency\n.*optimizer=\"soap\"",
@@ -119,7 +123,7 @@ def test_other_weights_and_other_groups_are_refused() -> None:
     for other_model, other_groups, no_groups in run(2, models.wrong_calls):
         assert "is in none of the model chunks" in other_model
         assert "made for 2 tensor-parallel ranks, but the group has 1" in other_groups
-        assert "the process groups lack expt_tp, expt_dp" in no_groups
+        assert "the process groups lack dp_cp" in no_groups
 
 
 def test_a_name_means_one_class() -> None:

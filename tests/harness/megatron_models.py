@@ -434,10 +434,10 @@ def wrong_calls() -> list[str]:
     others = Training(Case(tp=2)).chunks
     training = Training(Case(tp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    partial_groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1)
     alone = ProcessGroupCollection.use_mpu_process_groups()
-    partial_groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp_cp"])
     told = []
     for chunks, known in ((others, groups), (training.chunks, alone), (training.chunks, partial_groups)):
         for own in training.wrapped:
