@@ -310,7 +310,7 @@ def main() -> None:
     add("--only", nargs="*", default=[], help="names of variants of the step (default: all)")
     add("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write all times there")
-    add("--read", type=Path, metavar="FILE", help="measure nothing: show the times of such a file")
+    add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing: show the times of such files")
     add("--picture", type=Path, metavar="FILE", help="also draw an SVG")
     add("--on", help=argparse.SUPPRESS)  # what this rank measures
     given = parser.parse_args()
@@ -326,7 +326,8 @@ def main() -> None:
             f"{os.cpu_count()} cores of {this_processor()}, torch {torch.__version__}, gloo, one thread a rank"
         )
     found: list[Measured] = []
-    every = json.loads(given.read.read_text(encoding="utf-8")) if given.read else measured(given)
+    read = (own for path in given.read or () for own in json.loads(path.read_text(encoding="utf-8")))
+    every = read if given.read else measured(given)
     for _, own in groupby(every, key=lambda own: (own["on"], own["ranks"])):
         found += (group := list(own))
         console.print(table(group))
