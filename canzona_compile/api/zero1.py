@@ -25,22 +25,18 @@ from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.fragment import Filling
 from canzona_compile.data_parallel.hooks import MARK
-from canzona_compile.data_parallel.model_plan import agreed_plan
+from canzona_compile.data_parallel.model_plan import agreed_plan, bucket_size
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, CanzonaWarning, UnsupportedLayout
-from canzona_compile.ir.bucket import BUCKET_BYTES, LEAST_BUCKET_BYTES, bytes_by_link
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.options import CAPACITY, Options, StepOptions, made_options
+from canzona_compile.ir.options import CAPACITY, StepOptions, made_options
 from canzona_compile.ir.sharding import GivenLayout
 from canzona_compile.runtime.agreement import PLANNING, Agreement
 from canzona_compile.runtime.channel import channel_of
 from canzona_compile.runtime.equal_copies import HINT_EXPERTS, digest_of
 from canzona_compile.runtime.launch_order import keep_launch_order
-from canzona_compile.runtime.process_groups import widen
-from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.params import check_usable
 from canzona_compile.session.planning import PlannedSession
-from canzona_compile.session.rates import agreed_link
 from canzona_compile.tensors import is_expert, local_part
 from canzona_compile.views.given_layout import check_marked, shardings_of
 
@@ -123,27 +119,6 @@ def zero1(
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer
-
-
-def bucket_size(
-    given: int | None, params: Mapping[str, Tensor], group: DataParallelGroup, around: Agreement, options: Options
-) -> int:
-    """The bytes at which a bucket closes, for ranks that exchange as fast as they can.
-
-    This is a collective of all ranks `around`.
-    """
-    size = given or BUCKET_BYTES
-    if group.shard is None or group.size == 1:
-        return size
-    own = sum(local_part(param).numel() * param.element_size() for param in params.values())
-    most = max(map(int, around.share(str(own))))
-    device = next(iter(params.values())).device
-    with around.on_its_way(), torch.no_grad():
-        widen(group.shard, device, most)
-        if given is not None or not options.measures or most <= LEAST_BUCKET_BYTES:
-            return size
-        link = agreed_link(around, group.shard, device, Waiter(around.boards, device))
-    return bytes_by_link(most, link.bandwidth, link.latency)
 
 
 def notice_one_rank(group: DataParallelGroup, meshes: Sequence[DeviceMesh]) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.telling import SOON, shown
+from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.errors import CanzonaError, problem_of
+from canzona_compile.ir.bucket import BUCKET_BYTES, LEAST_BUCKET_BYTES, bytes_by_link
 from canzona_compile.ir.layout import WHOLE_VECTORS
 from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
@@ -21,9 +25,13 @@ from canzona_compile.ir.storage import no_codes
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.replica.parameter_spec import ParamExample
 from canzona_compile.runtime.agreement import PLANNING, Agreement
+from canzona_compile.runtime.process_groups import widen
+from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.plan import BoundParam, captured_step, check_pieces, joined, lower
 from canzona_compile.session.planning import PlannedSession
+from canzona_compile.session.rates import agreed_link
+from canzona_compile.tensors import local_part
 from canzona_compile.views.entries import same_but_sizes
 
 
@@ -48,6 +56,27 @@ class ModelPlan:
     def scheduled(self, options: Options) -> Step:
         """The SCHEDULED step of all matrices, see `schedule_of`."""
         return schedule_of(self.step, self.bound, options)
+
+
+def bucket_size(
+    given: int | None, params: Mapping[str, Tensor], group: DataParallelGroup, around: Agreement, options: Options
+) -> int:
+    """The bytes at which a bucket closes, for ranks that exchange as fast as they can.
+
+    This is a collective of all ranks `around`.
+    """
+    size = given or BUCKET_BYTES
+    if group.shard is None or group.size == 1:
+        return size
+    own = sum(local_part(param).numel() * param.element_size() for param in params.values())
+    most = max(map(int, around.share(str(own))))
+    device = next(iter(params.values())).device
+    with around.on_its_way(), torch.no_grad():
+        widen(group.shard, device, most)
+        if given is not None or not options.measures or most <= LEAST_BUCKET_BYTES:
+            return size
+        link = agreed_link(around, group.shard, device, Waiter(around.boards, device))
+    return bytes_by_link(most, link.bandwidth, link.latency)
 
 
 def agreed_plan(

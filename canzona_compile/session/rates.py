@@ -233,7 +233,7 @@ def exchanges(group: dist.ProcessGroup, device: torch.device, watch: Watch, dtyp
     Args:
         dtype: of the products.
     """
-    timer = Timer(group, device, watch)
+    timer = LinkTimer(group, device, watch)
     found, start, longest = timer.link()
     beside = product(dtype, device, BESIDE)
     beside()
@@ -255,14 +255,14 @@ def agreed_link(agreement: Agreement, group: dist.ProcessGroup, device: torch.de
     The rates are those of the slowest group.
     """
     tell("measuring rates")
-    found: Slowness = {"link": Timer(group, device, watch).link()[0]}
+    found: Slowness = {"link": LinkTimer(group, device, watch).link()[0]}
     for text in agreement.share(json.dumps(found)):
         slower(found, json.loads(text))
     return link_of(found["link"])
 
 
 @dataclass(frozen=True, slots=True)
-class Timer:
+class LinkTimer:
     """Times exchanges of some ranks, all of which make the same calls."""
 
     group: dist.ProcessGroup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.compat.duplex import SECOND
+from canzona_compile.data_parallel import model_plan
 from canzona_compile.data_parallel.collectives import Pending
 from canzona_compile.runtime import process_groups
 from canzona_compile.session.rates import agreed_link
@@ -60,8 +60,10 @@ def test_what_goes_both_ways_at_once_has_the_same_bits(world: int, options: dict
 
 def by_link() -> tuple[list[str], int]:
     """What differs if ranks choose the size of buckets, and how often they measured their link."""
-    module = sys.modules["canzona_compile.api.zero1"]  # beside the function of this name
-    with mock.patch.object(module, "LEAST_BUCKET_BYTES", 0), mock.patch.object(module, "agreed_link") as measured:
+    with (
+        mock.patch.object(model_plan, "LEAST_BUCKET_BYTES", 0),
+        mock.patch.object(model_plan, "agreed_link") as measured,
+    ):
         measured.side_effect = agreed_link
         return compare("muon and adamw", 3, ddp=True, clip=0.5, bucket_bytes=None), measured.call_count
 
