@@ -40,7 +40,9 @@ from torch.optim import Muon
 
 import canzona_compile
 import iteration_variants
+from canzona_compile.compat.duplex import all_to_all
 from canzona_compile.machine.hardware import this_processor
+from canzona_compile.runtime.process_groups import LARGE, widen
 from iteration import iterate, timed
 from latency_cases import CASES
 from latency_rounds import random_matrices
@@ -52,6 +54,8 @@ NAME = "canzona"  # of the bridge and, with numbers, of namespaces
 PORT = "29611"
 TIMEOUT = timedelta(minutes=5)
 LINKS, RANKS, SHAPES = (1000, 400, 200, 100), (2, 4), ("even", "uneven", "one-per-shape")
+ALONE = ("iteration", "exchange")  # what is run beside cases of steps
+EXCHANGED = 6_000_000  # bytes to each rank
 COUNTS = (1, 2, 4, 8, 16)  # of micro-groups
 DEFAULT, SYNCHRONOUS, DION, PREDICTED = "default", "synchronous", "dion", "default, predicted"
 
@@ -207,6 +211,25 @@ def iteration_times(rounds: int) -> dict[str, list[float]]:
     return times
 
 
+def exchange_times(rounds: int) -> dict[str, list[float]]:
+    """The seconds of an all-to-all on this rank, before and after its group goes both ways at once."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    sent = torch.zeros(size * EXCHANGED // 4)
+    received, sizes = torch.empty_like(sent), [EXCHANGED // 4] * size
+    times: dict[str, list[float]] = {}
+    for name in ("torch's all-to-all", "both ways at once"):
+        own = times[name] = []
+        for number in range(rounds + 1):
+            dist.barrier()
+            begin = time.perf_counter()
+            all_to_all(received, sent, sizes, sizes, group).wait()
+            if number:
+                own.append(time.perf_counter() - begin)
+        widen(group, torch.device("cpu"), LARGE)
+    return times
+
+
 def turned(names: Sequence[str], number: int) -> Sequence[str]:
     """The names with another one first in each round."""
     turn = number % len(names)
@@ -217,7 +240,10 @@ def on_rank(given: argparse.Namespace) -> None:
     """Measure, and print the seconds of the slowest rank on the first one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    times = iteration_times(given.rounds) if given.on == "iteration" else step_times(given.on, given.rounds, given.only)
+    if given.on in ALONE:
+        times = {"iteration": iteration_times, "exchange": exchange_times}[given.on](given.rounds)
+    else:
+        times = step_times(given.on, given.rounds, given.only)
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
@@ -248,8 +274,8 @@ DRAWN = {  # the names of variants in the picture
 
 
 def measured(given: argparse.Namespace) -> Iterator[Measured]:
-    wanted = [*given.cases] if given.what != "iteration" else []
-    wanted += ["iteration"] if given.what != "step" else []
+    wanted = [*given.cases] if given.what in ("step", "both") else []
+    wanted += ["iteration"] if given.what == "both" else [given.what] if given.what in ALONE else []
     for on in wanted:
         for ranks in given.ranks:
             words = ["--on", on, "--rounds", str(given.rounds), *(["--only", *given.only] if given.only else [])]
@@ -306,7 +332,7 @@ def main() -> None:
     add("--links", type=int, nargs="*", default=LINKS, help="Mbit/s of a rank; 0 is loopback (default: %(default)s)")
     add("--ranks", type=int, nargs="*", default=RANKS, help="processes (default: %(default)s)")
     add("--cases", nargs="*", default=SHAPES, choices=CASES, help="matrices of the steps (default: %(default)s)")
-    add("--what", choices=("step", "iteration", "both"), default="both")
+    add("--what", choices=("step", *ALONE, "both"), default="both")
     add("--only", nargs="*", default=[], help="names of variants of the step (default: all)")
     add("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write all times there")

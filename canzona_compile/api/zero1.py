@@ -100,8 +100,7 @@ def zero1(
     either = group.shard or group.replicate
     around = Agreement(None if either is None else channel_of(every_rank(mesh, meshes, group), either, device), "model")
     around.take_number()
-    said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
-    said += "" if wanted.measures else f" hardware={getattr(wanted.hardware, 'digest', wanted.hardware)}"
+    said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}{wanted.rates_text}"
     agreement.compare(PLANNING, {"plan": "\n".join([said, *(own.text for own in each), *described(model, params)])})
     check_experts(params, group, given=wanted.layout is not None)
     send_from_first(model, group)

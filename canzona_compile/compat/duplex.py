@@ -3,12 +3,12 @@
 Gloo has one connection for two ranks. Over it, a rank says that it is ready to receive, and sends. If it comes later
 than the other, it sends at once, its word waits behind the data, and the other sends nothing meanwhile: both directions
 take their time one after the other. So a process group may have a second one beside it: in the first, ranks send to
-those above them, in the second to those below, and no word waits behind data.
+those above them, in the second to those below, and no word waits behind data. `benchmarks/slow_links.py --what exchange`
+times both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,11 +34,8 @@ class Both:
         return all(work.is_completed() for work in self.works)
 
 
-def all_to_all(
-    received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: dist.ProcessGroup
-) -> Any:
-    """Start an all-to-all of elements, as `dist.all_to_all_single` does. The sizes are by rank of the group."""
-    come, go = list(received_sizes), list(sent_sizes)
+def all_to_all(received: Tensor, sent: Tensor, come: list[int], go: list[int], group: dist.ProcessGroup) -> Any:
+    """Start an all-to-all, as `dist.all_to_all_single` does: so many elements come from and go to each rank."""
     second = SECOND.get(group)
     if second is None:
         return dist.all_to_all_single(received, sent, come, go, group=group, async_op=True)

@@ -33,7 +33,7 @@ ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 # receives as many bytes as it sends. More do not help: simulated iterations of Qwen3-1.7B on dp=64 take as long with 4,
 # 8 and 16, whether the network or the processors are the bottleneck.
 IN_FLIGHT = 2
-MOST_REPEATED = 1.25  # of a bucket: what a rank repeats for the others. A broadcast of a large shard forks on its way
+MOST_REPEATED = 1.25  # of a bucket: what one owner may send. Others forward a broadcast, so it suits larger shards
 BROKEN = "look at the output of the other ranks. Shards of gradients and parameters are lost: restart from a checkpoint"
 
 

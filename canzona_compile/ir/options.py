@@ -173,6 +173,11 @@ class Options:
         return self.hardware is None and self.measured is None and self.plan is None
 
     @property
+    def rates_text(self) -> str:
+        """What ranks that measure, or take given rates, must have in common, as text for comparison."""
+        return "" if self.measures else f" hardware={getattr(self.hardware, 'digest', self.hardware)}"
+
+    @property
     def any_capacity(self) -> int:
         """The capacity of ranks that have not agreed on one: the one that was given, or the least that is known."""
         return self.capacity or min((size for _, size in self.agreed), default=CAPACITY)

@@ -250,8 +250,7 @@ class Session(PlannedSession):
             members = {ranks for session in self.siblings.sessions for ranks in session.shared or ()}
         text = self.siblings.text
         text += f" state={self.options.state}" if self.options.state else ""
-        hardware = self.options.hardware
-        text += "" if self.options.measures else f" hardware={getattr(hardware, 'digest', hardware)}"
+        text += self.options.rates_text
         agreements.report(members, error, text)
         (every,) = bound
         if not self._in_dummy_step:
