@@ -3,7 +3,7 @@
 Gloo has one connection for two ranks. Over it, a rank says that it is ready to receive, and sends. If it comes later
 than the other, it sends at once, its word waits behind the data, and the other sends nothing meanwhile: both directions
 take their time one after the other. So a process group may have a second one beside it: in the first, ranks send to
-those above them, in the second to those below, and no word waits behind data (`benchmarks/slow_links.py --what exchange`).
+those above them, in the second to those below, and no word waits behind data. `slow_links.py --what exchange` times it.
 """
 
 from __future__ import annotations
