@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from canzona_compile.optimizers.matrices import MatrixOptimizer
 
-class KLShampoo(Optimizer):
+
+class KLShampoo(MatrixOptimizer):
     """KL-Shampoo (Lin et al. 2025, arXiv 2509.03378).
 
     The factors L and R are those for which a normal distribution with the covariance of both is closest, by
@@ -40,8 +40,8 @@ class KLShampoo(Optimizer):
     float64 parameters.
 
     Args:
-        params: matrices of any floating dtype. Only state of float32 and float64 parameters can be restored, see
-            `SOAP`.
+        params: matrices and stacks of matrices, of any floating dtype. Only state of float32 and float64 parameters
+            can be restored, see `SOAP`.
         lr: learning rate.
         betas: beta1 and beta2, decay of the moments and of the factors.
         eps: added to the roots.
@@ -51,6 +51,9 @@ class KLShampoo(Optimizer):
         max_scale: estimates of eigenvalues are at least 1 / s^2, where s is the length of the side, but at least 10 and
             at most this.
     """
+
+    matrix_dims: ClassVar[int] = 2
+    updates_at_once: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -73,40 +76,24 @@ class KLShampoo(Optimizer):
             raise ValueError(f"first_values must be positive and max_scale at least 10: {first_values}, {max_scale}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "every": every, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "first_values": first_values, "max_scale": max_scale})
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if param.ndim != 2:
-                raise ValueError(f"{type(self).__name__} updates matrices, not parameters of shape {list(param.shape)}")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                grad = param.grad.to(torch.promote_types(param.dtype, torch.float32))
-                if not state:
-                    state.update(self.first_state(grad, group))
-                    continue
-                state["step"] += 1
-                param.add_(self.direction(grad, state, group), alpha=-group["lr"])
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                follow(grad, state, group)
-        return loss
-
-    def first_state(self, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def first_state(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state after a first gradient: factors and bases, but no moments."""
+        grad = grad.to(torch.promote_types(param.dtype, torch.float32))
         state: dict[str, Any] = {"step": 0, "exp_avg": torch.zeros_like(grad)}
         for side, own in (("left", grad), ("right", grad.T)):
             state[side] = own @ own.T * ((1 - group["betas"][1]) / own.shape[1])
             state[f"{side}_basis"] = torch.linalg.eigh(state[side]).eigenvectors.flip(1)  # largest eigenvalue first
             state[f"{side}_values"] = own.new_full(own.shape[:1], group["first_values"])
         return state
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One step of one matrix, and then of its factors."""
+        grad = grad.to(torch.promote_types(param.dtype, torch.float32))
+        state["step"] += 1
+        param.add_(self.direction(grad, state, group), alpha=-group["lr"])
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        follow(grad, state, group)
 
     def direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """The update before the learning rate: the average of gradients, whitened by both factors."""
@@ -126,9 +113,12 @@ class KLSOAP(KLShampoo):
     State of a parameter: that of `KLShampoo`, and `exp_avg_sq` (V) [m, n].
     """
 
-    def first_state(self, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    matrix_dims: ClassVar[int] = 2
+
+    def first_state(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state after a first gradient: factors and bases, but no moments."""
-        return {**super().first_state(grad, group), "exp_avg_sq": torch.zeros_like(grad)}
+        state = super().first_state(param, grad, group)
+        return {**state, "exp_avg_sq": torch.zeros_like(state["exp_avg"])}
 
     def direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """The update before the learning rate: Adam's, in the eigenbasis."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from canzona_compile.optimizers.matrices import MatrixOptimizer
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # a x + b x^3 + c x^5 of Muon (Keller Jordan, kellerjordan.github.io/posts/muon)
 ADAM_RMS = 0.2  # root mean square of usual AdamW updates, so that learning rates for AdamW serve here
 
 
-class NorMuon(Optimizer):
+class NorMuon(MatrixOptimizer):
     """NorMuon (Li et al. 2025, arXiv 2510.05491).
 
     A parameter W [m, n] whose rows are neurons, with gradient G, takes the step
@@ -31,13 +31,15 @@ class NorMuon(Optimizer):
     float64 parameters. There is no bias correction, as the scale of v cancels, and hence no counter.
 
     Args:
-        params: matrices of any floating dtype.
+        params: matrices and stacks of matrices, of any floating dtype.
         lr: learning rate, as for AdamW.
         betas: beta1 and beta2, decay of the moments.
         eps: added to the root of v.
         ns_steps: iterations of Newton-Schulz.
         weight_decay: decoupled from the gradient, as in AdamW.
     """
+
+    matrix_dims: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -58,41 +60,24 @@ class NorMuon(Optimizer):
             raise ValueError(f"ns_steps must be at least 1: {ns_steps}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "ns_steps": ns_steps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if param.ndim != 2:
-                raise ValueError(f"NorMuon updates matrices, not parameters of shape {list(param.shape)}")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    dtype = torch.promote_types(param.dtype, torch.float32)
-                    state["momentum_buffer"] = torch.zeros_like(param, dtype=dtype)
-                    state["second_moment"] = torch.zeros_like(param[:, :1], dtype=dtype)
-                update(param, param.grad, state, group)
-        return loss
+    def first_state(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a matrix before its first step."""
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        momentum = torch.zeros_like(param, dtype=dtype)
+        return {"momentum_buffer": momentum, "second_moment": torch.zeros_like(param[:, :1], dtype=dtype)}
 
-
-def update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of one parameter."""
-    momentum, second_moment = state["momentum_buffer"], state["second_moment"]
-    beta1, beta2 = group["betas"]
-    momentum.lerp_(grad.to(momentum.dtype), 1 - beta1)
-    orthogonal = orthogonalize(momentum, group["ns_steps"]).to(momentum.dtype)
-    second_moment.lerp_(orthogonal.square().mean(dim=1, keepdim=True), 1 - beta2)
-    direction = orthogonal / (second_moment.sqrt() + group["eps"])
-    size = direction.norm().clamp(min=group["eps"])  # a gradient of zeros gives zeros, not NaNs
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    param.add_(direction * (ADAM_RMS * param.numel() ** 0.5 / size), alpha=-group["lr"])
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One step of one matrix."""
+        momentum, second_moment = state["momentum_buffer"], state["second_moment"]
+        beta1, beta2 = group["betas"]
+        momentum.lerp_(grad.to(momentum.dtype), 1 - beta1)
+        orthogonal = orthogonalize(momentum, group["ns_steps"]).to(momentum.dtype)
+        second_moment.lerp_(orthogonal.square().mean(dim=1, keepdim=True), 1 - beta2)
+        direction = orthogonal / (second_moment.sqrt() + group["eps"])
+        size = direction.norm().clamp(min=group["eps"])  # a gradient of zeros gives zeros, not NaNs
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(direction * (ADAM_RMS * param.numel() ** 0.5 / size), alpha=-group["lr"])
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:

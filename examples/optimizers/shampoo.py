@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from canzona_compile.optimizers.matrices import MatrixOptimizer
 
-class Shampoo(Optimizer):
+
+class Shampoo(MatrixOptimizer):
     """Shampoo (Gupta, Koren and Singer 2018, arXiv 1802.09568), the matrix case.
 
     A parameter W [m, n] with gradient G takes the step
@@ -29,9 +29,9 @@ class Shampoo(Optimizer):
     `right_root` [n, n], `momentum_buffer` [m, n]. Tensors are float32, or float64 for float64 parameters.
 
     Args:
-        params: matrices of any floating dtype. `load_state_dict` casts state to the dtype of its parameter, as
-            for all of torch's optimizers, and 16 bits are too few for these decompositions: only state of
-            float32 and float64 parameters can be restored.
+        params: matrices and stacks of matrices, of any floating dtype. `load_state_dict` casts state to the dtype of
+            its parameter, as for all of torch's optimizers, and 16 bits are too few for these decompositions: only
+            state of float32 and float64 parameters can be restored.
         lr: learning rate.
         momentum: of the preconditioned gradients; 0.0 for none.
         eps: smallest eigenvalue of L and R.
@@ -39,6 +39,8 @@ class Shampoo(Optimizer):
         graft: take the size of the update from the gradient.
         weight_decay: decoupled from the gradient, as in AdamW.
     """
+
+    matrix_dims: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -60,57 +62,36 @@ class Shampoo(Optimizer):
             raise ValueError(f"every must be at least 1: {every}")
         defaults = {"lr": lr, "momentum": momentum, "eps": eps, "every": every}
         super().__init__(params, {**defaults, "graft": graft, "weight_decay": weight_decay})
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if param.ndim != 2:
-                raise ValueError(f"Shampoo updates matrices, not parameters of shape {list(param.shape)}")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if not self.state[param]:
-                    self.state[param].update(initial_state(param, group["eps"]))
-                update(param, param.grad, self.state[param], group)
-        return loss
+    def first_state(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a matrix before its first step."""
+        rows, columns = param.shape
+        wide = param.new_empty(0, dtype=torch.promote_types(param.dtype, torch.float32))
+        return {
+            "step": 0,
+            "left": wide.new_full((rows,), group["eps"]).diag(),
+            "right": wide.new_full((columns,), group["eps"]).diag(),
+            "left_root": wide.new_zeros(rows, rows),
+            "right_root": wide.new_zeros(columns, columns),
+            "momentum_buffer": wide.new_zeros(rows, columns),
+        }
 
-
-def initial_state(param: Tensor, eps: float) -> dict[str, Any]:
-    """The state of a parameter before its first step."""
-    rows, columns = param.shape
-    wide = param.new_empty(0, dtype=torch.promote_types(param.dtype, torch.float32))
-    return {
-        "step": 0,
-        "left": wide.new_full((rows,), eps).diag(),
-        "right": wide.new_full((columns,), eps).diag(),
-        "left_root": wide.new_zeros(rows, rows),
-        "right_root": wide.new_zeros(columns, columns),
-        "momentum_buffer": wide.new_zeros(rows, columns),
-    }
-
-
-def update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of one parameter."""
-    grad = grad.to(state["left"].dtype)
-    state["left"].addmm_(grad, grad.T)
-    state["right"].addmm_(grad.T, grad)
-    if state["step"] % group["every"] == 0:  # so the first step, too
-        state["left_root"].copy_(inverse_fourth_root(state["left"], group["eps"]))
-        state["right_root"].copy_(inverse_fourth_root(state["right"], group["eps"]))
-    state["step"] += 1
-    direction = state["left_root"] @ grad @ state["right_root"]
-    if group["graft"]:
-        smallest = torch.finfo(direction.dtype).tiny  # a gradient of zeros gives zeros, not NaNs
-        direction.mul_(grad.norm() / direction.norm().clamp(min=smallest))
-    state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    param.add_(state["momentum_buffer"], alpha=-group["lr"])
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One step of one matrix."""
+        grad = grad.to(state["left"].dtype)
+        state["left"].addmm_(grad, grad.T)
+        state["right"].addmm_(grad.T, grad)
+        if state["step"] % group["every"] == 0:  # so the first step, too
+            state["left_root"].copy_(inverse_fourth_root(state["left"], group["eps"]))
+            state["right_root"].copy_(inverse_fourth_root(state["right"], group["eps"]))
+        state["step"] += 1
+        direction = state["left_root"] @ grad @ state["right_root"]
+        if group["graft"]:
+            smallest = torch.finfo(direction.dtype).tiny  # a gradient of zeros gives zeros, not NaNs
+            direction.mul_(grad.norm() / direction.norm().clamp(min=smallest))
+        state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(state["momentum_buffer"], alpha=-group["lr"])
 
 
 def inverse_fourth_root(matrix: Tensor, eps: float) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from canzona_compile.optimizers.matrices import MatrixOptimizer
 
-class SOAP(Optimizer):
+
+class SOAP(MatrixOptimizer):
     """SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3).
 
     A parameter W [m, n] with gradient G keeps averages L of G G^T and R of G^T G, and orthogonal matrices
@@ -30,9 +30,9 @@ class SOAP(Optimizer):
     Tensors are float32, or float64 for float64 parameters.
 
     Args:
-        params: matrices of any floating dtype. `load_state_dict` casts state to the dtype of its parameter, as
-            for all of torch's optimizers, and 16 bits are too few for these decompositions: only state of
-            float32 and float64 parameters can be restored.
+        params: matrices and stacks of matrices, of any floating dtype. `load_state_dict` casts state to the dtype of
+            its parameter, as for all of torch's optimizers, and 16 bits are too few for these decompositions: only
+            state of float32 and float64 parameters can be restored.
         lr: learning rate.
         betas: beta1 and beta2, decay of the moments.
         shampoo_beta: decay of L and R.
@@ -41,6 +41,9 @@ class SOAP(Optimizer):
         max_precond_dim: a longer side is not rotated; with both too long SOAP is Adam from the second gradient on.
         weight_decay: decoupled from the gradient, as in AdamW.
     """
+
+    matrix_dims: ClassVar[int] = 2
+    updates_at_once: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -61,64 +64,41 @@ class SOAP(Optimizer):
             raise ValueError(f"every must be at least 1: {every}")
         defaults = {"lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps, "every": every}
         super().__init__(params, {**defaults, "max_precond_dim": max_precond_dim, "weight_decay": weight_decay})
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if param.ndim != 2:
-                raise ValueError(f"SOAP updates matrices, not parameters of shape {list(param.shape)}")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if state:
-                    update(param, param.grad, state, group)
-                else:
-                    state.update(initial_state(param, param.grad, group))
-        return loss
+    def first_state(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state after a first gradient: statistics and basis, but no moments."""
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        state: dict[str, Any] = {"step": 0}
+        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param, dtype=dtype) for _ in range(2))
+        for side, dim in zip(("left", "right"), param.shape, strict=True):
+            if dim <= group["max_precond_dim"]:
+                state[side] = torch.zeros(dim, dim, dtype=dtype, device=param.device)
+                state[f"{side}_basis"] = torch.zeros_like(state[side])
+        average(state, grad.to(dtype), group["shampoo_beta"])
+        for side in [name for name in ("left", "right") if name in state]:
+            eigenvectors = torch.linalg.eigh(state[side]).eigenvectors
+            state[f"{side}_basis"].copy_(eigenvectors.flip(1))  # largest eigenvalue first
+        return state
 
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One step of one matrix: Adam in the eigenbasis, then the basis itself."""
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        beta1, beta2 = group["betas"]
+        grad = grad.to(exp_avg.dtype)
+        state["step"] += 1
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.lerp_(rotate(grad, state).square(), 1 - beta2)
+        root = (exp_avg_sq / (1 - beta2 ** state["step"])).sqrt()
+        direction = rotate_back(rotate(exp_avg, state) / (root + group["eps"]), state)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(direction, alpha=-group["lr"] / (1 - beta1 ** state["step"]))
 
-def initial_state(param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-    """The state after a first gradient: statistics and basis, but no moments."""
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    state: dict[str, Any] = {"step": 0}
-    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param, dtype=dtype) for _ in range(2))
-    for side, dim in zip(("left", "right"), param.shape, strict=True):
-        if dim <= group["max_precond_dim"]:
-            state[side] = torch.zeros(dim, dim, dtype=dtype, device=param.device)
-            state[f"{side}_basis"] = torch.zeros_like(state[side])
-    average(state, grad.to(dtype), group["shampoo_beta"])
-    for side in [name for name in ("left", "right") if name in state]:
-        eigenvectors = torch.linalg.eigh(state[side]).eigenvectors
-        state[f"{side}_basis"].copy_(eigenvectors.flip(1))  # largest eigenvalue first
-    return state
-
-
-def update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of one parameter: Adam in the eigenbasis, then the basis itself."""
-    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-    beta1, beta2 = group["betas"]
-    grad = grad.to(exp_avg.dtype)
-    state["step"] += 1
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(rotate(grad, state).square(), 1 - beta2)
-    root = (exp_avg_sq / (1 - beta2 ** state["step"])).sqrt()
-    direction = rotate_back(rotate(exp_avg, state) / (root + group["eps"]), state)
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    param.add_(direction, alpha=-group["lr"] / (1 - beta1 ** state["step"]))
-
-    average(state, grad, group["shampoo_beta"])
-    if state["step"] % group["every"] == 0:
-        if "left" in state:
-            exp_avg_sq.copy_(exp_avg_sq[refresh(state["left"], state["left_basis"])])
-        if "right" in state:
-            exp_avg_sq.copy_(exp_avg_sq[:, refresh(state["right"], state["right_basis"])])
+        average(state, grad, group["shampoo_beta"])
+        if state["step"] % group["every"] == 0:
+            if "left" in state:
+                exp_avg_sq.copy_(exp_avg_sq[refresh(state["left"], state["left_basis"])])
+            if "right" in state:
+                exp_avg_sq.copy_(exp_avg_sq[:, refresh(state["right"], state["right_basis"])])
 
 
 def average(state: dict[str, Any], grad: Tensor, beta: float) -> None:
