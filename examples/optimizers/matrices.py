@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,9 @@ class MatrixOptimizer(Optimizer):
     A matrix of a stack gets the bits that it would get as a parameter of its own. State of a stack: tensors of its
     matrices one after the other, `[..., *shape]`, and what is no tensor once for all.
 
+    A convolution `[outputs, inputs, height, width]` is one matrix in a parameter group with `"matrix_dims": 4`, see
+    `canzona_compile.optimizers.Muon`. Its state has the shape of the parameter where it would have that of the matrix.
+
     A subclass says `matrix_dims = 2` itself, once it has said what is done to one matrix: what has code beyond a class
     that says it is not believed to do the same.
 
@@ -24,10 +28,14 @@ class MatrixOptimizer(Optimizer):
         ValueError: a parameter has fewer than two dims.
     """
 
+    matrix_dims: ClassVar[int]
     updates_at_once: ClassVar[bool] = True  # whether the first gradient makes an update, and not the state alone
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, if all of its parameters are matrices or stacks of them."""
+        dims = param_group.get("matrix_dims", 2)
+        if type(dims) is not int or dims < 2:
+            raise ValueError(f"matrix_dims={dims!r} is not an integer of at least 2")
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             if param.ndim < 2:
@@ -67,43 +75,74 @@ class MatrixOptimizer(Optimizer):
 
     def step_stack(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Step each matrix of a stack; a stack of none steps one of zeros, for the sake of counters."""
-        lead, zeros = param.shape[:-2], param.new_zeros(param.shape[-2:])
-        own = list(zip(entries(param, len(lead)), entries(grad, len(lead)), strict=True))
-        pairs = own or [(zeros, zeros.to(grad.dtype))]
+        stack = Stack.of(param, group.get("matrix_dims", self.matrix_dims))
+        copied = stack.flattens and not param.is_contiguous()
+        own = param.contiguous() if copied else param  # no view flattens a convolution in channels_last by index
+        pairs = list(zip(stack.entries(own), stack.entries(grad), strict=True))
+        zeros = param.new_zeros(stack.matrix)
+        some = pairs or [(zeros, zeros.to(grad.dtype))]
         new = not state
         if new:
-            state.update(joined([self.first_state(*pair, group) for pair in pairs], lead))
+            state.update(stack.joined([self.first_state(*pair, group) for pair in some]))
         if new and not self.updates_at_once:
             return
-        tensors = {name: entries(value, len(lead)) for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = {name: stack.entries(value) for name, value in state.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
-        states = [{**numbers, **{name: values[i] for name, values in tensors.items()}} for i in range(len(own))]
-        states = states or [{**self.first_state(*pairs[0], group), **numbers}]
-        for pair, held in zip(pairs, states, strict=True):
+        states = [{**numbers, **{name: values[i] for name, values in tensors.items()}} for i in range(len(pairs))]
+        states = states or [{**self.first_state(*some[0], group), **numbers}]
+        for pair, held in zip(some, states, strict=True):
             self.update(*pair, held, group)
         state.update({name: states[0][name] for name in numbers})
+        if copied:
+            param.copy_(own)
 
 
-def entries(stack: Tensor, lead: int) -> list[Tensor]:
-    """What lies under the first `lead` dims of a tensor, as views of it."""
-    if not lead:
-        return [stack]
-    return [entry for part in stack.unbind() for entry in entries(part, lead - 1)]
+@dataclass(frozen=True)
+class Stack:
+    """A stack of matrices, or a convolution, which is one matrix `[outputs, inputs * height * width]`.
 
+    Attributes:
+        lead: the dims that count matrices.
+        one: the other dims.
+    """
 
-def joined(states: Sequence[dict[str, Any]], lead: Sequence[int]) -> dict[str, Any]:
-    """The state of a stack from those of its matrices, each of which lies as it lay alone."""
-    return {
-        name: one_after_the_other([state[name] for state in states], lead) if isinstance(value, Tensor) else value
-        for name, value in states[0].items()
-    }
+    lead: tuple[int, ...]
+    one: tuple[int, ...]
 
+    @classmethod
+    def of(cls, param: Tensor, dims: int) -> Stack:
+        """The last `dims` dims of a parameter make up one matrix."""
+        count = max(0, param.ndim - dims)
+        return cls(tuple(param.shape[:count]), tuple(param.shape[count:]))
 
-def one_after_the_other(values: Sequence[Tensor], lead: Sequence[int]) -> Tensor:
-    """Tensors of equal shape and strides as one [*lead, *shape]."""
-    one, count = values[0], math.prod(lead)
-    strides = [one.numel() * math.prod(lead[i + 1 :]) for i in range(len(lead))]
-    whole = one.new_empty_strided((*lead, *one.shape), (*strides, *one.stride()))
-    for place, value in zip(entries(whole, len(lead)), values[:count], strict=True):
-        place.copy_(value)
-    return whole
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape of a matrix."""
+        return self.one[0], math.prod(self.one[1:])
+
+    @property
+    def flattens(self) -> bool:
+        """Whether a matrix has more dims than two in its parameter."""
+        return len(self.one) > 2
+
+    def entries(self, value: Tensor) -> list[Tensor]:
+        """What a tensor has for each matrix, as views of it; matrices have two dims there."""
+        found = [value]
+        for _ in self.lead:
+            found = [entry for part in found for entry in part.unbind()]
+        return [entry.reshape(self.matrix) if entry.shape == self.one else entry for entry in found]
+
+    def joined(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of the stack from those of its matrices: tensors lie one after the other, each as it lay alone."""
+        found = dict(states[0])
+        for name in [name for name, value in found.items() if isinstance(value, Tensor)]:
+            values = [state[name] for state in states]
+            lies = values[0]
+            shape = self.one if self.flattens and lies.shape == self.matrix else lies.shape
+            strides = torch.empty(shape, device="meta").stride() if self.flattens else lies.stride()
+            count = len(self.lead)
+            leading = [math.prod(self.lead[i + 1 :]) * lies.numel() for i in range(count)]
+            found[name] = lies.new_empty_strided((*self.lead, *shape), (*leading, *strides))
+            for place, value in zip(self.entries(found[name]), values, strict=False):  # a stack of none has no place
+                place.copy_(value)
+        return found
