@@ -16,6 +16,7 @@ from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BucketSlice
+from canzona_compile.ir.layout import laid_out_by_entries
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.tensors import local_part
@@ -23,9 +24,14 @@ from canzona_compile.views.view import State, WholeOf
 
 
 class Unlaid(NamedTuple):
-    """What a rank holds of a DTensor in the state. The DTensor itself belongs to the mesh of its rank."""
+    """What a rank holds of a DTensor in the state. The DTensor itself belongs to the mesh of its rank.
+
+    Attributes:
+        alike: whether it is laid out like its part, and not along the entries of a stack alone.
+    """
 
     local: Tensor
+    alike: bool
 
 
 class Removed(dict[Any, Any]):
@@ -150,14 +156,20 @@ def put_together(
 def sent(state: State, fragment: Fragment, part: BucketSlice, group: DataParallelGroup, watch: Watch) -> State:
     """Send a copy of the state of a slice from its owner to all ranks. This is a collective."""
 
+    shown = fragment.parts[part.key]
+
     def bare(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         local = local_part(value).clone()
-        return Unlaid(local) if isinstance(value, DTensor) else local
+        return Unlaid(local, tuple(value.shape) == shown.shape) if isinstance(value, DTensor) else local
 
     def laid(value: Any) -> Any:
-        return fragment.view.labelled(value.local, fragment.parts[part.key]) if isinstance(value, Unlaid) else value
+        if not isinstance(value, Unlaid):
+            return value
+        if not value.alike:
+            return laid_out_by_entries(value.local, fragment.view.source)
+        return fragment.view.labelled(value.local, shown)
 
     found: Any = pytree.tree_map(bare, dict(state))
     if group.shard is not None:

@@ -296,3 +296,18 @@ def laid_out_like(
         stride = model.stride() if whole == model.shape else torch.empty(whole, device="meta").stride()
     mesh, placements = model.device_mesh, model.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=tuple(stride))
+
+
+def laid_out_by_entries(local: torch.Tensor, stack: torch.Tensor) -> DTensor:
+    """What this rank has for its entries of a stack, as a DTensor that is cut along the entries as the stack is.
+
+    Args:
+        local: [entries of this rank, ...], whole for each of them.
+        stack: [entries, ...], a DTensor in any layout.
+    """
+    assert isinstance(stack, DTensor)
+    cut = [isinstance(p, Shard | StridedShard) and p.dim == 0 for p in stack.placements]
+    placements = [p if own else Replicate() for p, own in zip(stack.placements, cut, strict=True)]
+    shape = torch.Size((stack.shape[0], *local.shape[1:]))
+    stride = (math.prod(local.shape[1:]), *local.stride()[1:])
+    return DTensor.from_local(local, stack.device_mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -376,9 +376,10 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
     """Raise unless every rank found what this rank found, reads the same numbers, and can take the steps.
 
     What any session found is announced to every set of ranks that shares tasks of one of them: the others may share
-    none, and ranks that step without this one would wait for it in the middle of the step.
+    none, and ranks that step without this one would wait for it in the middle of the step. New code is announced to the
+    ranks that share it alone, because others may have tasks of other names.
     """
-    change = "; ".join(own.change.text for own in found if own.change is not None)
+    changes = [own.change for own in found if own.change is not None]
     error = next((own.error for own in found if own.error is not None), None)
     numbers: dict[Ranks, list[str]] = {}
     holders: dict[Ranks, Session] = {}
@@ -393,6 +394,7 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
             own = holders[ranks]
             assert own._agreements is not None
             others = "".join(f" with {other.optimizer_name}" for other in sessions if other is not own)
+            change = "; ".join(filter(None, (own.seen_by(ranks) for own in changes)))
             details = {"change": change, "numbers": "\n".join(numbers[ranks])}
             with during(own.measuring.clock, "agree"):
                 verdict = own._agreements.settle(ranks, f"step(){others}", details, error)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from canzona_compile.capture.batch_dim import check_matrix_dims, num_batch_dims
@@ -18,6 +17,7 @@ from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Shape
 from canzona_compile.passes.place import everywhere
 from canzona_compile.replica.parameter_spec import ParamExample
+from canzona_compile.tensors import local_part
 
 RANGES_PER_OWNER = 4  # of all stacks together, so that owners have about equal loads
 MOST_BYTES = 1 << 28  # of a range, in the dtype of the parameter: 64 M elements of float32, as in a large matrix
@@ -55,8 +55,7 @@ def ranges(
         num_stacks: about how many such stacks share these owners.
 
     Returns:
-        The first matrix of each range, and how many there are; none if the stack stays whole. One with state that
-        is not of its shape does, because that state could not be put together again.
+        The first matrix of each range, and how many there are; none if the stack stays whole.
     """
     spec = like.spec
     if owners == 1 or not (dims := num_batch_dims(capture.optimizer, like.group, len(spec.shape))):
@@ -68,7 +67,7 @@ def ranges(
         return []
     shape = spec.shape[dims:]
     one = capture.kind_of(replace(like, spec=replace(spec, shape=shape, part=False)))
-    if one.recorder is None or one.python_state or any(leaf.shape != shape for leaf in one.state):
+    if one.recorder is None:
         return []
     cuts = [entries * i // count for i in range(count + 1)]
     return [(a, b - a) for a, b in itertools.pairwise(cuts)]
@@ -79,7 +78,7 @@ def state_of_one(state: Mapping[str, Any] | None, lead: Shape) -> dict[str, Any]
 
     def narrowed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.shape[: len(lead)] == lead:
-            return torch.empty(leaf.shape[len(lead) :], dtype=leaf.dtype, device=leaf.device)
+            return local_part(leaf).new_empty_strided(leaf.shape[len(lead) :], leaf.stride()[len(lead) :])
         return leaf
 
     return pytree.tree_map(narrowed, dict(state)) if state else None

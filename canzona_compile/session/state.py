@@ -26,7 +26,7 @@ from canzona_compile.compat.optimizer_class import HeldOptimizer
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import portable_of
 from canzona_compile.errors import CanzonaError, some
-from canzona_compile.ir.layout import Box, Layout, Shape, laid_out_like
+from canzona_compile.ir.layout import Box, Layout, Shape, laid_out_by_entries, laid_out_like
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.ir.storage import Stored, opened
@@ -148,7 +148,7 @@ class StateStore:
         found: dict[str, Any] = dict(kind.python_state)
         for leaf in self.leaves(name):
             if (name, leaf.name) in self.fragments:
-                found[leaf.name] = shown(self.fragments[name, leaf.name], bound.param, leaf)
+                found[leaf.name] = shown(self.fragments[name, leaf.name], bound, leaf)
             elif (name, leaf.name) in self.residents:
                 found[leaf.name] = self.residents[name, leaf.name]
             else:
@@ -242,7 +242,7 @@ class StateStore:
         if not self.is_resident(leaf, task.name):
             local = self._own_fragment(task, leaf, value, param)
             held = self.fragments[key] = kept(leaf, local)
-            write(state, path, shown(held, param, leaf), structure)
+            write(state, path, shown(held, self.plan.bound[task.name], leaf), structure)
             return
         whole = strided_like(leaf, self.whole(task, leaf.name, value, leaf.shape))
         if self.owns(task):
@@ -254,7 +254,9 @@ class StateStore:
     def _own_fragment(self, task: Task, leaf: Leaf, value: Tensor, param: Tensor) -> Tensor:
         expected = self._fragment_shape(task, leaf)
         whole = bool(leaf.shape) and value.shape == param.shape == task.shape
-        if isinstance(param, DTensor) and (whole or isinstance(value, DTensor)):
+        if isinstance(value, DTensor) and leaf.shape != task.shape:  # what each entry of a stack has
+            value = local_part(value)
+        elif isinstance(param, DTensor) and (whole or isinstance(value, DTensor)):
             value = held_part(value, param, self._box(task))
         if tuple(value.shape) != expected:
             raise CanzonaError(
@@ -282,7 +284,7 @@ class StateStore:
                 write(merged, path, self._distribute(task, resident[name], bound), kind.structure)
             elif isinstance(value := read(state, path), Stored):
                 (leaf,) = (own for own in self.leaves(task.name) if own.name == name)
-                write(merged, path, like_param(value.open(), bound.param, leaf), kind.structure)
+                write(merged, path, like_param(value.open(), bound, leaf), kind.structure)
             elif value is not None or name in kind.python_state:
                 write(merged, path, value, kind.structure)
         return {**merged, **{k: v for k, v in state.items() if k not in merged}}
@@ -298,9 +300,9 @@ class StateStore:
             self.watch.wait(dist.broadcast(whole, source, group=self.groups.of(grid.members()), async_op=True))
         assert whole is not None
         if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
-            return whole.clone()
+            return like_param(whole.clone(), bound, leaf)
         part = whole[self._box(task).slices()]  # cloned below: a view would keep the whole tensor alive
-        return like_param(part.clone(memory_format=torch.contiguous_format), bound.param, leaf)
+        return like_param(part.clone(memory_format=torch.contiguous_format), bound, leaf)
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
         """Broadcast the state of an interpreted task from its owner. The state may hold any Python object."""
@@ -424,9 +426,9 @@ def kept(leaf: Leaf, value: Tensor) -> Tensor | Stored:
     return value if leaf.stored is None else Stored(leaf.stored, value)
 
 
-def shown(held: Tensor | Stored, param: Tensor, leaf: Leaf) -> Tensor | Stored:
+def shown(held: Tensor | Stored, bound: BoundParam, leaf: Leaf) -> Tensor | Stored:
     """Return what `optimizer.state` shows of a fragment."""
-    return held if isinstance(held, Stored) else like_param(held, param, leaf)
+    return held if isinstance(held, Stored) else like_param(held, bound, leaf)
 
 
 def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:
@@ -435,9 +437,18 @@ def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:
     return whole if same else leaf.blank(whole.device).copy_(whole)
 
 
-def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:
-    """Return a fragment of state, as a DTensor if the parameter is one and the leaf is not a 0-d tensor."""
-    return laid_out_like(local, param, stride=leaf.stride) if leaf.shape else local
+def like_param(local: Tensor, bound: BoundParam, leaf: Leaf) -> Tensor:
+    """Return what this rank has of a leaf of a parameter's state, as a DTensor where the parameter is one.
+
+    If the leaf has another shape, it is one only where the parameter is a stack whose entries ranks hold: it is cut
+    along the entries as well.
+    """
+    param, task = bound.param, bound.task
+    if leaf.shape == task.shape or not isinstance(param, DTensor):
+        return laid_out_like(local, param, stride=leaf.stride) if leaf.shape else local
+    held = param._local_tensor.shape[:1]
+    entries = bound.stacked and leaf.shape[:1] == task.shape[:1] == held and leaf.name not in (bound.kind.shared or ())
+    return laid_out_by_entries(local, param) if entries else local
 
 
 def whole_leaf(
@@ -459,6 +470,8 @@ def whole_leaf(
             raise CanzonaError(f"state {leaf!r} is {list(value.shape)}, expected {list(shape)}", at=task.name)
         return unwrapped(value)
     grid, layout = task.layout.grid, task.layout
+    if tuple(value._local_tensor.shape) == shape != layout.shape:  # what each entry of a stack has
+        return local_part(value)
     if len(shape) > 2 and shape == tuple(value.shape) and shape[1:] == layout.shape[1:]:  # some entries of a stack
         shape = layout.shape
     r, _ = grid.find(rank)

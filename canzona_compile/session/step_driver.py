@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -59,10 +59,16 @@ class StepChange:
 
     Attributes:
         text: what changed. Ranks compare it, and errors show it. Ranks that saw the same change have the same text.
+        among: by set of ranks, the part of it that these share, if others may see other parts; None if nobody does.
     """
 
     kind: ChangeKind
     text: str
+    among: Mapping[Ranks, str] | None = None
+
+    def seen_by(self, ranks: Ranks) -> str:
+        """What these ranks have to see alike; empty if nothing of it concerns them."""
+        return self.text if self.among is None else self.among.get(ranks, "")
 
     @classmethod
     def replan(cls, reason: str) -> StepChange:
@@ -120,15 +126,16 @@ class StepDriver:
         self.clock: StepClock | None = None
         self._shadow = Shadow()
         self._numbers = SharedNumbers(plan)
-        self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
+        shared = [task for task in plan.owned.tasks if task.layout.grid.size > 1]
+        self._shared = {task.name: tuple(sorted(task.layout.grid.members())) for task in shared}
         self._audit = None if options.audit is None else Audit(options.audit, self.store)
         capture.watch.hold({name: bound.origin for name, bound in plan.bound.items()})
         self._agreed = self._next = Participants()  # of the last step, and of the next one
         self._assignment: VariantAssignment = ()  # the variants of the next step
-        self._shared_assignment: VariantAssignment = ()  # the part of it that other ranks share
+        self._shared_assignment: dict[Ranks, VariantAssignment] = {}  # of it, what each set of ranks shares
         self._stepped: set[str] = set()  # tasks that have taken a step
         self._transitional = {name for name, bound in plan.bound.items() if bound.kind.transitional}
-        self._met: set[VariantAssignment] = set()  # shared assignments that all ranks have agreed on
+        self._met: set[tuple[Ranks, VariantAssignment]] = set()  # those that all of these ranks have agreed on
 
     @property
     def shares(self) -> bool:
@@ -225,10 +232,16 @@ class StepDriver:
     def _consult(self, ready: Names) -> None:
         """Ask which variants these tasks take on this step; may raise Untraceable."""
         self.variants.consult(ready, self.gradients.found)
+        if self._assignment == self.variants.assignment:
+            return
         self._assignment = self.variants.assignment
-        shared = self._shared.__contains__
-        common = ((name, label, tuple(filter(shared, names))) for name, label, names in self._assignment)
-        self._shared_assignment = tuple(part for part in common if part[2])
+        found: dict[Ranks, dict[tuple[str, int], list[str]]] = {}
+        for template, label, names in self._assignment:
+            for name in filter(self._shared.__contains__, names):
+                found.setdefault(self._shared[name], {}).setdefault((template, label), []).append(name)
+        self._shared_assignment = {
+            ranks: tuple((*key, tuple(names)) for key, names in own.items()) for ranks, own in found.items()
+        }
 
     def numbers(self) -> dict[Ranks, str]:
         """Describe the numbers that the next step reads, for each set of ranks that shares tasks."""
@@ -244,13 +257,15 @@ class StepDriver:
             return StepChange(ChangeKind.PRESENCE, f"the state of {', '.join(anew)} was cleared")
         if self._next != self._agreed:
             here, before = ({*step.ready, *step.fresh} for step in (self._next, self._agreed))
-            if (here ^ before) & self._shared:
+            if (here ^ before) & self._shared.keys():
                 missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
                 return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")
-        if self._shared_assignment in self._met:
-            return None
-        told = (f"{names[0]} and {len(names) - 1} more" for _, _, names in self._shared_assignment)
-        return StepChange(ChangeKind.VARIANTS, f"new code for {', '.join(told)}")
+        told = {
+            ranks: f"new code for {', '.join(f'{names[0]} and {len(names) - 1} more' for _, _, names in own)}"
+            for ranks, own in self._shared_assignment.items()
+            if (ranks, own) not in self._met
+        }
+        return StepChange(ChangeKind.VARIANTS, "; ".join(told.values()), told) if told else None
 
     # -- the step ------------------------------------------------------------------------------------
 
@@ -258,7 +273,7 @@ class StepDriver:
         """Update all parameters once."""
         ready, fresh = self._agreed = self._next
         if ready:
-            self._met.add(self._shared_assignment)
+            self._met.update(self._shared_assignment.items())
             expected = [] if self._audit is None else self._audit.before(ready)
             with during(self.clock, "plan"):
                 program = self._program(ready)
@@ -352,7 +367,7 @@ class StepDriver:
         names = {*ready, *fresh}
         ordered = tuple(task.name for task in self.plan.owned.tasks if task.name in names)
         self._consult(ordered)
-        self._met.add(self._shared_assignment)
+        self._met.update(self._shared_assignment.items())
         self._program(ordered)
 
     def forget_programs(self) -> None:

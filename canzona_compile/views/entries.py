@@ -6,10 +6,10 @@ wait for fragments that another never sends. So every rank looks at the numbers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 
@@ -52,7 +52,9 @@ def state_of_entries(state: Mapping[str, Any] | None, entries: int, part: int) -
 
     def resized(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) and leaf.shape[:1] == (entries,):
-            return torch.empty((part, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+            return leaf._local_tensor.new_empty_strided(
+                (part, *leaf.shape[1:]), (math.prod(leaf.shape[1:]), *leaf.stride()[1:])
+            )
         return leaf
 
     return pytree.tree_map(resized, dict(state)) if state else None

@@ -10,7 +10,7 @@ held under the source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -258,13 +258,24 @@ class ParamView:
                     part.put(local, local_part(value))
                 write(made, path, laid_out_like(local, self.source), structure_of(held[0][1]))
                 continue
-            for part, state, value in held:
-                own = whole_of(part.name, leaf, value) if isinstance(value, DTensor) else value
-                key = f"{part.key}.{path[0]}" if part.key else path[0]
-                write(made, (key, *path[1:]), own, {key: structure_of(state)[path[0]]})
+            for label, state, value in self._apart(leaf, held, whole_of):
+                key = f"{label}.{path[0]}" if label else path[0]
+                write(made, (key, *path[1:]), value, {key: structure_of(state)[path[0]]})
         for state in states:
             made = empty_containers(structure_of(state)) | made
         return made
+
+    def _apart(
+        self, leaf: str, held: Sequence[tuple[ViewPart, State, Any]], whole_of: WholeOf
+    ) -> Iterator[tuple[str, State, Any]]:
+        """Yield the leaves of parts that make up no leaf like the source, each with the label that its key begins with.
+
+        Args:
+            held: the parts that have the leaf, their states, and the leaf in it.
+        """
+        for part, state, value in held:
+            fragment = isinstance(value, DTensor) and tuple(value.shape) == part.shape
+            yield part.key, state, whole_of(part.name, leaf, value) if fragment else value
 
     def _joins(self, leaves: Sequence[tuple[ViewPart, Any]]) -> bool:
         """Tell whether leaves of parts, with their parts, make up one leaf of the source."""

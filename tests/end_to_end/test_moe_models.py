@@ -1,4 +1,4 @@
-"""`muon_adamw` of models with experts: what Muon trains, and the bits of the unsharded run in every layout."""
+"""Whole-model lines for models with experts: what they train, and the bits of the unsharded run in every layout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from canzona_compile import hidden_matrices, muon_adamw
-from canzona_compile.api.whole_model import plain_muon_adamw
+from canzona_compile import hidden_matrices, optimizer_for
+from canzona_compile.api.whole_model import MUON, chained
 from canzona_compile.ir.split import rows_of
+from canzona_compile.optimizers import KLSOAP, SOAP, KLShampoo, NorMuon, Shampoo
 from tests.data_parallel.models import different
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import crossed, first, full
@@ -35,6 +36,15 @@ from tests.harness.ranks import run
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the imports of transformers and torchtitan
 STEPS = 3
 LR = 0.02
+KINDS: dict[str, Any] = {
+    "muon": MUON,
+    "normuon": NorMuon,
+    "soap": partial(SOAP, every=2),
+    "kl_soap": partial(KLSOAP, every=2),
+    "shampoo": partial(Shampoo, every=2),
+    "kl_shampoo": partial(KLShampoo, every=2),
+}
+ADAMW = partial(torch.optim.AdamW, lr=LR)
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +142,7 @@ class Unsharded:
         sharded: the same model in a layout. What tensor parallelism cuts there is one matrix.
     """
 
-    def __init__(self, name: str, sharded: nn.Module) -> None:
+    def __init__(self, kind: str, name: str, sharded: nn.Module) -> None:
         self.model, splits = moe_model(name), hidden_matrices(sharded, batch_dims=True).splits
         choice = hidden_matrices(self.model, batch_dims=True)
         self.parts: list[tuple[nn.Parameter, int, Tensor, nn.Parameter]] = []  # whole, dim, rows of a part, the part
@@ -145,7 +155,7 @@ class Unsharded:
                 self.parts.append((param, split.dim, rows, part))
                 matrices.append((f"{own}[{key}]", part))
             matrices += [(own, param)] if split is None else []
-        self.optimizer = plain_muon_adamw(matrices, choice.others, lr=LR)
+        self.optimizer = chained(matrices, choice.others, partial(KINDS[kind], lr=LR), ADAMW)
 
     def step(self, grads: dict[str, Tensor]) -> None:
         give(self.model, grads)
@@ -158,19 +168,19 @@ class Unsharded:
                 whole.index_copy_(dim, rows, part)
 
 
-def sharded(name: str, layout: str, ranks: int) -> tuple[nn.Module, Any]:
-    """The model in a layout, and what `muon_adamw` makes of it."""
+def sharded(kind: str, name: str, layout: str, ranks: int) -> tuple[nn.Module, Any]:
+    """The model in a layout, and its optimizer."""
     model = moe_model(name)
     zero1 = line(ranks) if layout == "zero1" and ranks > 1 else None
     if ranks > 1:
         LAYOUTS[layout](model, ranks)
     with shared_captures():
-        return model, muon_adamw(model, lr=LR, zero1=zero1)
+        return model, optimizer_for(model, partial(KINDS[kind], lr=LR), ADAMW, zero1=zero1)
 
 
-def train(name: str, layout: str, ranks: int) -> list[str]:
-    model, optimizer = sharded(name, layout, ranks)
-    plain = Unsharded(name, model)
+def train(kind: str, name: str, layout: str, ranks: int) -> list[str]:
+    model, optimizer = sharded(kind, name, layout, ranks)
+    plain = Unsharded(kind, name, model)
     for step in range(STEPS):
         grads = gradients(plain.model, step)
         if layout == "zero1":  # what ranks average
@@ -203,10 +213,10 @@ def test_bits_of_the_unsharded_run(name: str, case: tuple[str, int]) -> None:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def go_on(name: str, layout: str, ranks: int, folder: str, begin: int) -> list[str]:
+def go_on(kind: str, name: str, layout: str, ranks: int, folder: str, begin: int) -> list[str]:
     """Load what other ranks saved, if they did, train for two steps, and save."""
-    model, optimizer = sharded(name, layout, ranks)
-    plain = Unsharded(name, model)
+    model, optimizer = sharded(kind, name, layout, ranks)
+    plain = Unsharded(kind, name, model)
     if begin:
         parts = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         dcp.load(parts, checkpoint_id=folder)
