@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from canzona_compile.ir.split import rows_of
 from canzona_compile.optimizers import KLSOAP, SOAP, KLShampoo, NorMuon, Shampoo
 from tests.data_parallel.models import different
 from tests.harness.layouts import mesh_of
-from tests.harness.marks import crossed, first, full
+from tests.harness.marks import crossed, full, only
 from tests.harness.moe_models import MODELS, TITAN, moe_model
 from tests.harness.optimizers import shared_captures
 from tests.harness.ranks import run
@@ -201,13 +202,13 @@ MORE = [(layout, 4) for layout, ranks in CASES if ranks == 2]
 
 
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [*crossed(MODELS, CASES), *(full(name, case) for name in MODELS for case in MORE)],
+    ("kind", "name", "case"),
+    [*crossed([*KINDS], MODELS, CASES), *itertools.starmap(full, itertools.product(KINDS, MODELS, MORE))],
     ids=str,
 )
-def test_bits_of_the_unsharded_run(name: str, case: tuple[str, int]) -> None:
+def test_bits_of_the_unsharded_run(kind: str, name: str, case: tuple[str, int]) -> None:
     layout, ranks = case
-    assert run(ranks, train, name, layout, ranks, after=partial(train, name, layout, 1)) == [[]] * ranks
+    assert run(ranks, train, kind, name, layout, ranks, after=partial(train, kind, name, layout, 1)) == [[]] * ranks
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -234,8 +235,9 @@ def go_on(kind: str, name: str, layout: str, ranks: int, folder: str, begin: int
     return different(model, plain.model)
 
 
-@pytest.mark.parametrize("name", first(["mixtral", *(own for own in MODELS if own != "mixtral")]))
-def test_checkpoints_go_to_other_numbers_of_ranks_and_back(name: str, tmp_path: Path) -> None:
-    for i, (layout, ranks) in enumerate([("fsdp dim 1", 2), ("ep fsdp", 4), ("fsdp", 2), ("fsdp", 1)]):
-        ready = partial(train, name, layout, 1)
-        assert run(ranks, go_on, name, layout, ranks, str(tmp_path), 2 * i, after=ready) == [[]] * ranks
+@pytest.mark.parametrize(("kind", "name"), only([("muon", "mixtral"), ("kl_soap", "mixtral")], [*KINDS], MODELS))
+def test_checkpoints_go_to_other_numbers_of_ranks_and_back(kind: str, name: str, tmp_path: Path) -> None:
+    """From gathered stacks to entries of a rank, to whole ones, and to one process."""
+    for i, (layout, ranks) in enumerate([("fsdp dim 1", 2), ("ep fsdp", 4), ("fsdp", 2), ("hsdp", 4), ("fsdp", 1)]):
+        ready = partial(train, kind, name, layout, 1)
+        assert run(ranks, go_on, kind, name, layout, ranks, str(tmp_path), 2 * i, after=ready) == [[]] * ranks

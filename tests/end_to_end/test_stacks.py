@@ -1,4 +1,4 @@
-"""Stacks of matrices: our Muon steps each of them as torch's Muon steps it alone, on ranks too."""
+"""Stacks of matrices: our optimizers step each of them as if it were alone, Muon as torch's does, on ranks too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from canzona_compile import CanzonaError, Split, muon_adamw, optimizer_for, wrap
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.printer import show
-from canzona_compile.optimizers import Muon
+from canzona_compile.optimizers import KLSOAP, SOAP, KLShampoo, Muon, NorMuon, Shampoo
 from tests.harness.layouts import Case, mesh_of
 from tests.harness.layouts import full as gathered
 from tests.harness.marks import crossed
@@ -33,9 +33,16 @@ def nothing(optimizer: Any) -> Any:
     return lambda step: None
 
 
+MUON = partial(Muon, lr=0.02)
+OTHERS: dict[str, Any] = {kind.__name__: partial(kind, every=2) for kind in (SOAP, KLSOAP, Shampoo, KLShampoo)}
+OTHERS["NorMuon"] = NorMuon
 TRAININGS = {
-    name: Training(lambda params: Muon(params, lr=0.02), shapes, steps=5, schedule=nothing, sizes=(0.1, 1e-3))
-    for name, shapes in {"odd": ODD, "even": EVEN, "one": EVEN[:1]}.items()
+    name: Training(kind, shapes, steps=5, schedule=nothing, sizes=(0.1, 1e-3))
+    for name, (kind, shapes) in {
+        **{"odd": (MUON, ODD), "even": (MUON, EVEN), "one": (MUON, EVEN[:1])},
+        **{name: (kind, EVEN) for name, kind in OTHERS.items()},
+        "one of SOAP": (OTHERS["SOAP"], EVEN[:1]),
+    }.items()
 }
 
 
@@ -64,8 +71,50 @@ def test_each_matrix_gets_the_bits_of_torch(shape: tuple[int, ...], options: dic
     assert all(torch.equal(*pair) for pair in zip(found, alone, strict=True))
 
 
-def test_a_vector_in_a_later_group_is_refused() -> None:
-    optimizer = Muon([torch.nn.Parameter(torch.ones(2, 3, 3))])
+@pytest.mark.parametrize("dims", [2, 4])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_each_matrix_steps_as_if_it_were_alone(kind: str, dims: int) -> None:
+    """Of a stack, or of a stack of convolutions; so does its state."""
+    (whole,), (own,) = parameters([(2, 8, 6, 2, 2)]), parameters([(2, 8, 6, 2, 2)])
+    lead = whole.ndim - dims
+    alone = [nn.Parameter(one.reshape(one.shape[0], -1).clone()) for one in own.detach().flatten(0, lead - 1)]
+    together = OTHERS[kind]([{"params": [whole], "matrix_dims": dims}])
+    apart = OTHERS[kind](alone)
+    for step in range(5):
+        whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
+        for param, grad in zip(alone, whole.grad.flatten(0, lead - 1), strict=True):
+            param.grad = grad.reshape(param.shape).clone()
+        together.step()
+        apart.step()
+    assert torch.equal(whole.detach().reshape(-1, *alone[0].shape), torch.stack([*alone]).detach())
+    for name, value in together.state[whole].items():
+        ones = [apart.state[param][name] for param in alone]
+        if not isinstance(value, torch.Tensor):
+            assert ones == [value] * len(ones)
+        elif ones[0].shape == alone[0].shape:
+            assert value.shape == whole.shape
+            assert torch.equal(value.reshape(-1, *ones[0].shape), torch.stack(ones))
+        else:
+            assert torch.equal(value.flatten(0, lead - 1), torch.stack(ones))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_stack_of_no_matrices_counts_its_steps(kind: str) -> None:
+    """As one of some does, so that ranks with entries and ranks with none stay alike."""
+    none, one = nn.Parameter(torch.ones(0, 4, 6)), nn.Parameter(torch.ones(1, 4, 6))
+    optimizer = OTHERS[kind]([none, one])
+    for _ in range(3):
+        for param in (none, one):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    shapes = {name: (0, *value.shape[1:]) for name, value in optimizer.state[one].items() if hasattr(value, "shape")}
+    assert {name: tuple(value.shape) for name, value in optimizer.state[none].items() if name in shapes} == shapes
+    assert optimizer.state[none].get("step") == optimizer.state[one].get("step")
+
+
+@pytest.mark.parametrize("kind", [MUON, *OTHERS.values()], ids=["Muon", *OTHERS])
+def test_a_vector_in_a_later_group_is_refused(kind: Any) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(2, 3, 3))])
     with pytest.raises(ValueError, match=r"not shape \[5\]"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))]})
     with pytest.raises(ValueError, match="matrix_dims='x' is not an integer"):
@@ -255,7 +304,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("case", "dtype", "shapes"),
-    crossed(LAYOUTS, DTYPES, ["odd", "even"]),
+    crossed(LAYOUTS, DTYPES, ["odd", "even", *OTHERS]),
     ids=str,
 )
 def test_on_ranks(case: Case, dtype: torch.dtype, shapes: str) -> None:
@@ -271,8 +320,9 @@ def test_ranks_that_share_some_matrices_divide_these() -> None:
     assert names[2] == names[3] == [f"group0.param0[{i}:{i + 1}]" for i in range(4, 8)]
 
 
-def test_matrices_of_one_stack_have_several_owners() -> None:
-    report = check(on_ranks(__name__, "one", [Case("stack_dim1", (4,))], strategy="owner"))
+@pytest.mark.parametrize("recipe", ["one", "one of SOAP"])
+def test_matrices_of_one_stack_have_several_owners(recipe: str) -> None:
+    report = check(on_ranks(__name__, recipe, [Case("stack_dim1", (4,))], strategy="owner"))
     tasks = report["tasks"]
     assert [task["name"] for task in tasks] == [f"group0.param0[{i}:{i + 1}]" for i in range(8)]
     assert len({task["owner"] for task in tasks}) == 4
