@@ -78,6 +78,7 @@ def test_a_stored_leaf(text: str) -> None:
     """It keeps its memory, gives back what rounding leaves with the strides that it had, and knows its size."""
     value = torch.randn(12, 200, generator=torch.Generator().manual_seed(0)).mT
     held = Stored(storage_of(text), value)
+    assert torch.equal(held.open(), rounded(value, held.storage))
     memory = [tensor.data_ptr() for tensor in held.tensors]
     held.close(value * 3)
     assert [tensor.data_ptr() for tensor in held.tensors] == memory

@@ -21,6 +21,7 @@ import canzona_compile
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, BufferUse, Step
+from canzona_compile.ir.storage import rules_of
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.session import plan, session
@@ -170,6 +171,8 @@ def test_the_program_shows_its_streams() -> None:
     text = show(step)
     assert "program_ops_on_stream(streams, 'pack')" in text
     assert "program_ops_wait(streams, 0)" in text
+    stored = emitted("muon", (1, 2), strategy="owner", micro_groups=2, state=rules_of("cpu"))
+    assert "program_ops_on_stream(streams, 'state')" in show(stored)  # copies to and from the host
 
 
 def test_consecutive_groups_gather_into_different_memory() -> None:
