@@ -145,7 +145,7 @@ def hidden_matrices(
         model: the model.
         matrices: patterns of names (as of `fnmatch`) that are hidden matrices, whatever the rules say.
         others: patterns of names that are not.
-        batch_dims: the optimizer takes stacks of matrices, as `canzona_compile.optimizers.Muon` does. Stacks, such as
+        batch_dims: the optimizer takes stacks of matrices, as all of `canzona_compile.optimizers` do. Stacks, such as
             those of experts, are hidden matrices then.
 
     Returns:

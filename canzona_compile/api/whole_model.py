@@ -201,15 +201,7 @@ def for_whole_model(
     options: dict[str, Any],
 ) -> Chain:
     """Build what a line returns; `own` is the name of the arguments of its first optimizer."""
-    stacks = takes_stacks(kinds[0])
-    choice = hidden_matrices(model, matrices, others, batch_dims=stacks)
-    for name, param in choice.matrices:
-        if param.ndim != 2 and not stacks:
-            raise CanzonaError(
-                f"{name_of(kinds[0])} takes 2-D matrices, but this parameter has {param.ndim} dims",
-                at=name,
-                hint="narrow the patterns of matrices= to leave it to AdamW",
-            )
+    choice = hidden_matrices(model, matrices, others, batch_dims=True)
     advice = f'Pass arguments of one optimizer as adamw={{"betas": (0.9, 0.95)}} or {own}={{"lr": 1e-3}}'
     return built(f"{own}_adamw", model, choice, kinds, zero1, options, advice)
 

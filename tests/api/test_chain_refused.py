@@ -70,12 +70,6 @@ def test_a_member_that_wrap_refuses_leaves_all_of_them_as_they_were() -> None:
     assert [type(own) for own in (made, *made.optimizers)] == [Chain, Muon, AdamW]
 
 
-def test_soap_adamw_names_what_soap_cannot_train() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(8, 6), nn.Linear(6, 4))
-    with refused("4 dims", at="0.weight"):
-        canzona_compile.soap_adamw(model, matrices="0.weight")
-
-
 # -- unwrap ----------------------------------------------------------------------------------------
 
 
