@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +25,9 @@ from canzona_compile.report.units import format_count, format_shape, plural
 STYLES = {"matrix": "green", "other": "cyan", "frozen": "dim"}
 TOTALS = {"matrix": "matrices", "other": "others", "frozen": "frozen"}
 NamedParams = list[tuple[str, nn.Parameter]]
+Arguments = Mapping[str, Any]
+# Arguments of a parameter group by patterns of names, or by a function of a name and a shape.
+Groups = Mapping[str, Arguments] | Callable[[str, Shape], Arguments | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,14 @@ class Row:
         name: without what DDP, torch.compile and activation checkpointing put into it.
         shape: of the whole parameter, also where a rank holds a fragment.
         kind: "matrix", "other", or "frozen" if it is not trained.
+        group: the arguments of its parameter group that `groups=` gives it.
     """
 
     name: str
     shape: Shape
     kind: str
     why: str
+    group: Arguments = field(default_factory=dict)
 
     @property
     def elements(self) -> int:
@@ -78,7 +83,8 @@ class Choice(Printable):
             one, elements = own[0], format_count(sum(row.elements for row in own))
             repeats = f"x {len(own)}" if len(own) > 1 else ""
             look = Words(one.kind, STYLES[one.kind])
-            rows.append((shared_name(own), repeats, format_shape(one.shape), elements, look, one.why))
+            given = "; ".join((one.why, *(f"{key}={value!r}" for key, value in one.group.items())))
+            rows.append((shared_name(own), repeats, format_shape(one.shape), elements, look, given))
         headers, title = (
             ("parameter", ":>", "shape", "elements:>", "kind", "why"),
             "hidden matrices and other parameters",
@@ -93,7 +99,7 @@ def same_rows(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         name = tuple("*" if part.isdigit() else part for part in row.name.split("."))
-        groups.setdefault((name, row.shape, row.kind, row.why), []).append(row)
+        groups.setdefault((name, row.shape, row.kind, row.why, repr(row.group)), []).append(row)
     return list(groups.values())
 
 
@@ -120,6 +126,7 @@ def hidden_matrices(
     others: str | Sequence[str] = (),
     *,
     batch_dims: bool = False,
+    groups: Groups | None = None,
 ) -> Choice:
     """Choose the parameters of a model that a matrix optimizer such as Muon should train, and say why.
 
@@ -147,13 +154,15 @@ def hidden_matrices(
         others: patterns of names that are not.
         batch_dims: the optimizer takes stacks of matrices, as all of `canzona_compile.optimizers` do. Stacks, such as
             those of experts, are hidden matrices then.
+        groups: arguments that some parameters have for themselves, see `muon_adamw`.
 
     Returns:
         The choice. `choice.matrices` and `choice.others` are pairs of names and parameters; `print(choice)` shows all.
 
     Raises:
         CanzonaError: the model is not a module, has no parameters, or has parameters without a shape; a pattern fits
-            no trained parameter; both arguments claim a parameter; `matrices=` claims one of less than two dims.
+            no trained parameter; both arguments claim a parameter; `matrices=` claims one of less than two dims;
+            `groups=` is neither a mapping of mappings nor a function that returns them.
         UnsupportedLayout: FSDP1 has flattened a parameter.
     """
     if not isinstance(model, nn.Module):
@@ -167,6 +176,7 @@ def hidden_matrices(
     wanted = claims("matrices", matrices, params, trained)
     unwanted = claims("others", others, params, trained)
     check_claims(wanted, unwanted, trained)
+    given = given_arguments(groups, params, trained)
     survey, rows, splits, convolutions = Survey(model), [], dict[str, Split](), set[str]()
     for name, param in params.items():
         pattern = wanted.get(name) or unwanted.get(name)
@@ -184,7 +194,7 @@ def hidden_matrices(
             splits[name] = split
         if words:
             why = words if why == "hidden matrix" else f"{why}; {words}"
-        rows.append(Row(name, tuple(param.shape), kind, why))
+        rows.append(Row(name, tuple(param.shape), kind, why, given.get(name, {})))
     chosen: dict[str, NamedParams] = {
         kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS
     }
@@ -234,6 +244,36 @@ def check_shape(name: str, param: nn.Parameter) -> None:
             at=name,
             hint="shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead",
         )
+
+
+def given_arguments(
+    groups: Groups | None, params: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]
+) -> dict[str, Arguments]:
+    """The arguments that `groups=` gives to trained parameters, by name. Of patterns that fit, later ones win."""
+    where, found = "hidden_matrices(model, groups=)", dict[str, dict[str, Any]]()
+    if groups is None:
+        return {}
+    if not isinstance(groups, Mapping) and not callable(groups):
+        raise CanzonaError(
+            f"groups= is a {type(groups).__name__}, not a mapping or a function",
+            at=where,
+            hint='pass arguments by patterns of names, such as {"*.experts.*": {"lr": 1e-3}}',
+        )
+    said: list[tuple[str, Any, Any]] = []  # the name of a parameter, its arguments, and what gave them
+    if isinstance(groups, Mapping):
+        for pattern, own in groups.items():
+            said += [(name, own, pattern) for name in claims("groups", pattern, params, trained)]
+    else:
+        said = [(name, groups(name, tuple(param.shape)) or {}, name) for name, param in trained.items()]
+    for name, own, given in said:
+        if not isinstance(own, Mapping) or not all(isinstance(key, str) for key in own) or "params" in own:
+            raise CanzonaError(
+                f"{given!r} gets {own!r}, which is no mapping of arguments",
+                at=where,
+                hint='pass what a parameter group has, such as {"lr": 1e-3, "weight_decay": 0.0}',
+            )
+        found.setdefault(name, {}).update(own)
+    return {name: own for name, own in found.items() if own}
 
 
 def claims(

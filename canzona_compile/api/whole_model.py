@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from canzona_compile.api.chain import Chain, chain
-from canzona_compile.api.choice import Choice, hidden_matrices
+from canzona_compile.api.choice import Choice, Groups, NamedParams, hidden_matrices
 from canzona_compile.api.wrap import names_in, wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.compat.optimizer_class import plain_class
@@ -39,6 +39,7 @@ def optimizer_for(
     matrices: str | Sequence[str] = (),
     others: str | Sequence[str] = (),
     batch_dims: bool | None = None,
+    groups: Groups | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -58,6 +59,8 @@ def optimizer_for(
         others: patterns of names that the second one trains.
         batch_dims: whether the first one takes stacks of matrices, such as experts; see `hidden_matrices`. None asks
             its class: those with `matrix_dims` do.
+        groups: as for `muon_adamw`. Both functions are called with parameter groups then, as all of torch's optimizers
+            take them.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
             `split="auto"`, the default, splits the fused weights of `hidden_matrices(model).splits`, but none if
@@ -77,7 +80,7 @@ def optimizer_for(
         if not callable(kind):
             raise TypeError(f"optimizer_for() takes what makes an optimizer, not {type(kind).__name__}. {advice}")
     batch_dims = takes_stacks(matrix_optimizer) if batch_dims is None else batch_dims
-    choice = hidden_matrices(model, matrices, others, batch_dims=batch_dims)
+    choice = hidden_matrices(model, matrices, others, batch_dims=batch_dims, groups=groups)
     return built("optimizer_for", model, choice, kinds, zero1, options, advice)
 
 
@@ -90,6 +93,7 @@ def muon_adamw(
     others: str | Sequence[str] = (),
     muon: OwnArguments | None = None,
     adamw: OwnArguments | None = None,
+    groups: Groups | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -108,6 +112,10 @@ def muon_adamw(
         others: patterns of names that AdamW trains.
         muon: further arguments of Muon, such as {"momentum": 0.9}. They win over `lr` and `weight_decay`.
         adamw: further arguments of `torch.optim.AdamW`, such as {"betas": (0.9, 0.95)}. They win likewise.
+        groups: arguments that some parameters have for themselves, in parameter groups of their own: by patterns of
+            names, such as {"*.experts.*": {"lr": 1e-3}, "*.head.weight": {"weight_decay": 0.0}}, of which later ones
+            win, or by a function that is called with a name and the shape of the whole parameter. They win over all
+            else. `print(hidden_matrices(model, groups=...))` shows them.
         zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
         options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
             `split="auto"`, the default, splits the fused weights of `hidden_matrices(model).splits`, but none if
@@ -118,11 +126,11 @@ def muon_adamw(
 
     Raises:
         CanzonaError: the model has no hidden matrix, a pattern matches no parameter or one of a shape that Muon does
-            not take, or `wrap` or `zero1` refuses the call.
+            not take, `groups=` has an argument that the optimizer does not know, or `wrap` or `zero1` refuses the call.
         TypeError: there is no such option.
     """
     kinds = beside_adamw(MUON, lr, weight_decay, muon, adamw)
-    return for_whole_model("muon", model, kinds, matrices, others, zero1, options)
+    return for_whole_model("muon", model, kinds, matrices, others, groups, zero1, options)
 
 
 def soap_adamw(
@@ -134,6 +142,7 @@ def soap_adamw(
     others: str | Sequence[str] = (),
     soap: OwnArguments | None = None,
     adamw: OwnArguments | None = None,
+    groups: Groups | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -143,7 +152,7 @@ def soap_adamw(
     `canzona_compile.optimizers.SOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
     """
     kinds = beside_adamw(SOAP, lr, weight_decay, soap, adamw)
-    return for_whole_model("soap", model, kinds, matrices, others, zero1, options)
+    return for_whole_model("soap", model, kinds, matrices, others, groups, zero1, options)
 
 
 def kl_soap_adamw(
@@ -155,6 +164,7 @@ def kl_soap_adamw(
     others: str | Sequence[str] = (),
     kl_soap: OwnArguments | None = None,
     adamw: OwnArguments | None = None,
+    groups: Groups | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -164,7 +174,7 @@ def kl_soap_adamw(
     `canzona_compile.optimizers.KLSOAP`, such as {"every": 1}. All else is as for `muon_adamw`.
     """
     kinds = beside_adamw(KLSOAP, lr, weight_decay, kl_soap, adamw)
-    return for_whole_model("kl_soap", model, kinds, matrices, others, zero1, options)
+    return for_whole_model("kl_soap", model, kinds, matrices, others, groups, zero1, options)
 
 
 def plain_muon_adamw(
@@ -197,11 +207,12 @@ def for_whole_model(
     kinds: tuple[MakesOptimizer, MakesOptimizer],
     matrices: str | Sequence[str],
     others: str | Sequence[str],
+    groups: Groups | None,
     zero1: DeviceMesh | ProcessGroup | None,
     options: dict[str, Any],
 ) -> Chain:
     """Build what a line returns; `own` is the name of the arguments of its first optimizer."""
-    choice = hidden_matrices(model, matrices, others, batch_dims=True)
+    choice = hidden_matrices(model, matrices, others, batch_dims=True, groups=groups)
     advice = f'Pass arguments of one optimizer as adamw={{"betas": (0.9, 0.95)}} or {own}={{"lr": 1e-3}}'
     return built(f"{own}_adamw", model, choice, kinds, zero1, options, advice)
 
@@ -232,12 +243,14 @@ def built(
             hint="print(canzona_compile.hidden_matrices(model)) shows why; pass matrices= to choose matrices by name, "
             f"or use {name_of(kinds[1])} for this model (a pipeline stage may have no hidden matrix)",
         )
-    own: Sequence[Any] = choice.matrices
-    if choice.convolutions and takes_stacks(kinds[0]):
-        own = by_matrix_dims(choice)
-    made = chained(own, choice.others, *kinds)
+    flat = choice.convolutions if takes_stacks(kinds[0]) else frozenset[str]()
+    given = {row.name: dict(row.group) for row in choice.rows}
+    for name, param in choice.matrices:
+        given[name] |= {"matrix_dims": param.ndim} if name in flat else {}
+    made = chained(in_groups(choice.matrices, given), in_groups(choice.others, given), *kinds)
+    check_known(call, choice, made)
     first = made.optimizers[0]
-    if choice.convolutions and own is choice.matrices and hasattr(plain_class(first), "matrix_dims"):
+    if choice.convolutions and not flat and hasattr(plain_class(first), "matrix_dims"):
         raise CanzonaError(
             f"{name_of(kinds[0])} would train this convolution as a stack of many small matrices",
             at=min(choice.convolutions),
@@ -258,13 +271,41 @@ def chained(
     return chain(matrix_optimizer(list(matrices)), *([other_optimizer(list(others))] if others else []))
 
 
-def by_matrix_dims(choice: Choice) -> list[dict[str, Any]]:
-    """Parameter groups of the hidden matrices, one for convolutions of each number of dims, which are one matrix."""
-    groups: dict[int, dict[str, Any]] = {0: {"params": []}}
-    for name, param in choice.matrices:
-        dims = param.ndim if name in choice.convolutions else 0
-        groups.setdefault(dims, {"params": [], "matrix_dims": dims})["params"].append((name, param))
-    return [group for group in groups.values() if group["params"]]
+def in_groups(named: NamedParams, given: Mapping[str, Mapping[str, Any]]) -> Sequence[Any]:
+    """Parameter groups of parameters with equal arguments; the parameters themselves if none has any.
+
+    Args:
+        given: arguments of parameters, by name.
+    """
+    groups: list[tuple[Mapping[str, Any], NamedParams]] = [({}, [])]
+    for name, param in named:
+        own = next((params for arguments, params in groups if same(arguments, given[name])), None)
+        if own is None:
+            groups.append((given[name], own := []))
+        own.append((name, param))
+    if len(groups) == 1:
+        return named
+    return [{"params": params, **arguments} for arguments, params in groups if params]
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether arguments are equal; tensors are if they are the same."""
+    return one.keys() == other.keys() and all(
+        value is other[key] or (not isinstance(value, Tensor) and value == other[key]) for key, value in one.items()
+    )
+
+
+def check_known(call: str, choice: Choice, made: Chain) -> None:
+    """Raise if a parameter was given an argument that its optimizer does not know, which torch would ignore."""
+    for named, optimizer in zip((choice.matrices, choice.others), made.optimizers, strict=False):
+        names = {name for name, _ in named}
+        for row in (row for row in choice.rows if row.name in names):
+            if unknown := sorted(row.group.keys() - optimizer.defaults.keys()):
+                raise CanzonaError(
+                    f"{plain_class(optimizer).__name__} has no argument {unknown[0]!r}, which groups= gives",
+                    at=f"{call}: {row.name}",
+                    hint=f"it has {', '.join(sorted(optimizer.defaults))}",
+                )
 
 
 def takes_stacks(made_by: MakesOptimizer) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
+from torch.optim import lr_scheduler as schedulers
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
@@ -69,13 +70,28 @@ def sharded(layout: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, {}
 
 
-def plain_chain(model: nn.Module, line: str = "muon_adamw") -> Chain:
-    """What a line makes, written by hand."""
+def plain_chain(model: nn.Module, line: str = "muon_adamw", grouped: bool = False) -> Chain:
+    """What a line makes, written by hand; with `GROUPS` if it is grouped."""
     named = list(model.named_parameters())
-    matrices = [(name, p) for name, p in named if name in HIDDEN]
-    rest = [(name, p) for name, p in named if name not in HIDDEN]
+    matrices: list[Any] = [(name, p) for name, p in named if name in HIDDEN]
+    rest: list[Any] = [(name, p) for name, p in named if name not in HIDDEN]
+    if grouped:
+        rates = 3 * RATE, RATE
+        of = "blocks.0.", "blocks.1."
+        blocks = [[[one for one in own if one[0].startswith(which)] for which in of] for own in (matrices, rest)]
+        matrices, inside = ([{"params": p, "lr": r} for p, r in zip(own, rates, strict=True)] for own in blocks)
+        head = {"params": [one for one in rest if one[0] == "head.weight"], "weight_decay": 0.0, "betas": (0.8, 0.9)}
+        rest = [{"params": [one for one in rest if one[0] == "embed.weight"]}, *inside, head]
     common: dict[str, Any] = {"lr": RATE, "weight_decay": 0.1}
     return chain(LINES[line](matrices, **common), AdamW(rest, **common))
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "blocks.*": {"lr": 7.0},
+    "blocks.1.*": {"lr": RATE},
+    "blocks.0.*": {"lr": 3 * RATE},
+    "head.*": {"weight_decay": 0.0, "betas": (0.8, 0.9)},
+}
 
 
 def train(layout: str, steps: int = 4, line: str = "muon_adamw") -> dict[str, Any]:
@@ -97,14 +113,14 @@ def train(layout: str, steps: int = 4, line: str = "muon_adamw") -> dict[str, An
     }
 
 
-def beside(layout: str, line: str = "muon_adamw") -> Given:
+def beside(layout: str, line: str = "muon_adamw", groups: Any = None) -> Given:
     """A model in a layout, and a plain one, with their chains. On some ranks batches are equal."""
     model, options = sharded(layout)
     with shared_captures():
-        made = getattr(canzona_compile, line)(model, lr=RATE, **options)
+        made = getattr(canzona_compile, line)(model, lr=RATE, groups=groups, **options)
     plain, all_ranks = Model(), layout in ("ddp", "zero1", "fsdp")
     loss = loss_of if all_ranks else lambda model, step, _: loss_of(model, step, 0)
-    return Given(model, [made], plain, [plain_chain(plain, line)], loss)
+    return Given(model, [made], plain, [plain_chain(plain, line, groups is not None)], loss)
 
 
 def alone(line: str = "muon_adamw") -> None:
@@ -139,6 +155,76 @@ def test_other_lines(line: str, layout: str) -> None:
     """The first gradient of a matrix only finds its basis."""
     for found in run(2, train, layout, line=line, after=partial(alone, line)):
         assert (found["different"], found["still"], found["matrices"]) == ([], [], HIDDEN)
+
+
+# -- parameter groups --------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Any] = {
+    "none": lambda optimizer: None,
+    "warmup": partial(schedulers.LinearLR, start_factor=0.1, total_iters=3),
+    "cosine": partial(schedulers.CosineAnnealingLR, T_max=5),
+    "one cycle, one rate for all": partial(schedulers.OneCycleLR, max_lr=RATE, total_steps=8, cycle_momentum=False),
+    "one cycle": lambda optimizer: schedulers.OneCycleLR(
+        optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=8, cycle_momentum=False
+    ),
+    "plateau": partial(schedulers.ReduceLROnPlateau, patience=0, factor=0.3),
+}
+
+
+def grouped(layout: str, scheduler: str, groups: Any = GROUPS) -> None:
+    """Train with rates of their own, beside groups that are written by hand."""
+    pair = beside(layout, groups=groups)
+    (made,), (expected,) = pair.optimizers, pair.expected
+    both = [SCHEDULERS[scheduler](optimizer) for optimizer in (made, expected)]
+    found = []
+    for step in range(5):
+        pair.train(step)
+        found += pair.different()
+        for own in filter(None, both):
+            own.step(*[1.0] if scheduler == "plateau" else [])
+        key = "weight_decay", "lr"
+        settings = [{tuple(g[k] for k in key) for g in own.param_groups} for own in (made, expected)]
+        assert settings[0] == settings[1], step
+    assert found == []
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_rates_of_their_own(scheduler: str) -> None:
+    do_alone(partial(grouped, "alone", scheduler))
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("zero1", 2), full("fsdp_tp", 4), full("ddp", 2)])
+def test_rates_of_their_own_on_ranks(layout: str, world: int) -> None:
+    run(world, grouped, layout, "cosine", after=partial(grouped, "alone", "cosine"))
+
+
+def by_name(name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
+    """What `GROUPS` says."""
+    if name.startswith("head."):
+        assert len(shape) == 2
+        return GROUPS["head.*"]
+    return GROUPS[f"{name[:8]}.*"] if name.startswith("blocks.") else None
+
+
+def test_rates_by_a_function() -> None:
+    do_alone(partial(grouped, "alone", "cosine", by_name))
+
+
+def test_wrong_groups() -> None:
+    for groups, at in {
+        "rate": "hidden_matrices(model, groups=)",
+        ("bloks.*", "lr"): "hidden_matrices(model, groups=)",
+        ("blocks.*", "momentum"): "muon_adamw: blocks.0",
+        ("blocks.*", "lrr"): "muon_adamw: blocks.0",
+        ("blocks.*", "params"): "hidden_matrices(model, groups=)",
+    }.items():
+        given: Any = groups if isinstance(groups, str) else {groups[0]: {groups[1]: 0.5}}
+        with pytest.raises(CanzonaError) as caught:
+            canzona_compile.muon_adamw(Model(), groups=given)
+        assert caught.value.at.startswith(at), groups
+    choice = canzona_compile.hidden_matrices(Model(), groups=GROUPS)
+    assert "weight_decay=0.0" in str(choice)
+    assert {row.name: row.group for row in choice.rows}["head.weight"] == GROUPS["head.*"]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
