@@ -30,7 +30,8 @@ from tests.harness.verdicts import reached
 
 ROOT = Path(__file__).parents[2]
 How = Literal["beside", "alone", "plain"]
-ALONE = {"any_optimizer", "a_pass", "a_layout", "an_optimizer", "my_model", "their_optimizer"}  # run by `python`
+# Run by `python`.
+ALONE = {"any_optimizer", "a_pass", "a_layout", "an_optimizer", "my_model", "rates", "their_optimizer"}
 TWO = "fsdp2 any_pair clip_others eight_bit plain_fragments ddp zero1 a_transport experts pipeline fused_weights"
 TWO += " accelerate_loop fabric_loop lightning_trainer trainer sft_trainer torchtitan_optimizers deepspeed_engine"
 TWO += " checkpoints planning graphs stored_state"

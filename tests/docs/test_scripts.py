@@ -129,6 +129,12 @@ def test_a_pass_changes_owners() -> None:
     assert [re.findall(r"owner=(\(\d, \d\))", line)[0] for line in changed] == ["(0, 0)", "(0, 1)"] * 2
 
 
+def test_rates_by_shape_follow_a_schedule() -> None:
+    said = ran(path_of("rates"), 1)[0].said
+    assert "hidden matrix; lr=0.001" in said
+    assert "rates [0.02, 0.01414, 0.0003]" in said  # the second is by sqrt(64 / 128)
+
+
 def test_a_layout_is_planned() -> None:
     """The owner has half of the matrix: the other half comes to it in two bytes per element, and goes back."""
     said = ran(path_of("a_layout"), 1)[0].said
