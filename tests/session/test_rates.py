@@ -102,6 +102,23 @@ def test_all_ranks_find_the_same_and_compute_the_bits_of_the_plain_optimizer(mak
     assert 0.0 <= hardware.overlap <= 1.0
 
 
+def unequal(make: Make, case: Case) -> tuple[str, str, str, list[Tensor]]:
+    """The last rank has a slow link, and cores that compute half as fast."""
+    timed, lasting = rates.LinkTimer.timed, rates.lasting
+    slow = int(torch.distributed.get_rank() == case.world - 1)
+    with (
+        mock.patch.object(rates.LinkTimer, "timed", lambda *args: timed(*args) * (1 + 9 * slow)),
+        mock.patch.object(rates, "lasting", lambda *args: lasting(*args) * (1 + slow)),
+    ):
+        return measured(make, case)
+
+
+@pytest.mark.parametrize("case", first([Case("hsdp", (2, 2)), Case("tp_columns", (3,))]), ids=str)
+def test_ranks_of_unequal_speed_have_one_plan(case: Case) -> None:
+    told = run(case.world, unequal, muon, case, after=partial(plain_steps, muon))
+    assert len({own[:3] for own in told}) == 1
+
+
 def without() -> list[bool]:
     """What measures nothing: elementwise optimizers, and rates that are given or assumed."""
     case, found = Case("fsdp", (2,)), []
