@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -162,3 +163,12 @@ def is_expert(param: Tensor) -> bool:
 def other_attributes(param: Tensor) -> dict[str, Any]:
     """The other attributes that users gave to a parameter, such as tensors and dicts."""
     return {k: v for k, v in user_attributes(param).items() if not isinstance(v, MARKS)}
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element is a NaN or an infinity. The host waits for the device."""
+    by_form: dict[Any, list[Tensor]] = {}
+    for own in tensors:
+        if own.numel():
+            by_form.setdefault((own.device, own.dtype), []).append(own)
+    return all(bool(torch.stack(torch._foreach_norm(own, math.inf)).isfinite().all()) for own in by_form.values())

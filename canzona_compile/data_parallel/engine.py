@@ -33,6 +33,7 @@ from canzona_compile.runtime.agreement import Agreement, Details
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.session.variant_selection import described
+from canzona_compile.tensors import finite
 
 GatherAt = Literal["step", "forward"]
 WHOLE_PARAMETERS = Purpose(
@@ -98,6 +99,7 @@ class Zero1:
         self._scalings: list[str] = []  # of the gradients that were reduced last
         self._scaled = 0  # the number of those gradients
         self._used = 0  # the number of the gradients that an optimizer has stepped with
+        self._finite = True  # whether what this rank owns of those is finite, if anybody asked
         self._state = ""  # what the ranks compare about the state of the optimizer that steps
         self._announcing = False  # whether this step was announced
         self._agreed = False  # whether all ranks take this step, and it is not over
@@ -155,8 +157,17 @@ class Zero1:
         finally:
             self._agreed = False
 
-    def begun(self, member: Member, measured: str = "", error: CanzonaError | None = None) -> None:
-        """Announce a step, and compare what ranks must have in common for it, such as what was `measured` so far."""
+    def begun(
+        self, member: Member, measured: str = "", error: CanzonaError | None = None, skips_nonfinite: bool = False
+    ) -> bool:
+        """Announce a step, and compare what ranks must have in common for it, such as what was `measured` so far.
+
+        Args:
+            skips_nonfinite: whether no rank takes the step if the gradients of any parameter are not finite.
+
+        Returns:
+            Whether that is so.
+        """
         self._announcing = True
         scalings = self._scalings if self._scaled == self.reduction.number else []
         details = {
@@ -164,14 +175,24 @@ class Zero1:
             "scalings": "; ".join(scalings),
             "state": self._state,
             "numbers": numbers_of(member.optimizer) + measured,
+            "nonfinite": "yes" if skips_nonfinite and not self._are_finite() else "",
         }
+        told: Sequence[Details] = []
         call = f"step() of optimizer {member.index} ({plain_class(member.optimizer).__name__})"
         try:
-            self.agreement.compare(call, details, error, self.gathering)
+            told = self.agreement.compare(call, details, error, self.gathering)
         except CanzonaError as found:
             if found is not error:
                 raise
         self._agreed, self._used = error is None, self.reduction.number
+        return any(own["nonfinite"] for own in told)
+
+    def _are_finite(self) -> bool:
+        """Whether what this rank owns of all gradients is finite; an optimizer's step may write to them."""
+        if self._used != self.reduction.number:
+            grads = (fragment.param.grad for fragment in self.fragments.values())
+            self._finite = finite(part for g in grads if isinstance(g, ReducedGradient) for part in g.parts)
+        return self._finite
 
     def _bare(self) -> str:
         """The parameters whose reduced gradients are gone on this rank, as text."""

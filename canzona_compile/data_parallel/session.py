@@ -43,6 +43,7 @@ class OwnerSession(Session):
     lost_in_copies: ClassVar[str] = "copies of an optimizer lose zero1, because a copy of the model has no buckets"
     holds: ClassVar[str] = "what it owns"
     may_move_owners: ClassVar[bool] = False
+    hears_by_tasks: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class OwnerSession(Session):
         self._remove()
         driver = super().prepared()
         if not self._in_dummy_step:
-            self._engine.begun(self.member, self.measuring.text)
+            wanted = self.options.skip_nonfinite
+            self.skips = self._engine.begun(self.member, self.measuring.text, skips_nonfinite=wanted)
         return driver
 
     def state_text(self) -> str:

@@ -55,6 +55,7 @@ class StepOptions(PlanningOptions, total=False):
     """What `zero1` and `wrap` take."""
 
     missing_grads: MissingGrads
+    skip_nonfinite: bool
     stagger: bool
     split: Mapping[str, Split | Mapping[str, int]] | None
     layout: LayoutOption
@@ -94,6 +95,10 @@ class Options:
         missing_grads: "skip" skips parameters whose `grad` is None on all ranks, as the plain optimizer does; if some
             ranks have a gradient, `wrap` raises an error, and under `zero1` the others count as zeros, as in DDP.
             "zero" treats a missing gradient as zeros.
+        skip_nonfinite: whether no rank updates anything on a step for which any rank has a NaN or an infinity in a
+            gradient. `optimizer.param_groups[0]["skipped_steps"]` counts such steps, also in checkpoints. The ranks of
+            the job have to share a matrix, because they tell each other with what they compare before each step. On
+            CUDA the host waits for backward then.
         stagger: whether to spread the work that is done every k steps (eigendecompositions) over steps, so that no
             step does it for all matrices. Each matrix then reads its counters as if it were up to k - 1 steps ahead.
         split: the parameters that hold several matrices, by pattern of their names ("*.qkv.weight"): the rows of
@@ -144,6 +149,7 @@ class Options:
     micro_groups: int | None = None
     depth: int = 2
     missing_grads: MissingGrads = "skip"
+    skip_nonfinite: bool = False
     stagger: bool = False
     split: tuple[tuple[str, Split], ...] = ()
     layout: GivenLayout | None = None
@@ -201,7 +207,7 @@ class Options:
                     f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}", at=f"the option {name}"
                 )
         planner_named(self.planner, alpha=self.alpha)
-        for name in ("stagger", "cuda_graphs"):
+        for name in ("skip_nonfinite", "stagger", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise CanzonaError(f"{name}={getattr(self, name)!r} is neither True nor False", at=f"the option {name}")
         if self.one_per_matrix is not None and not callable(self.one_per_matrix):

@@ -129,21 +129,22 @@ class Agreements:
         if error is not None:
             raise error
 
-    def settle(self, ranks: Ranks, call: str, details: Details, error: CanzonaError | None) -> CanzonaError | None:
+    def settle(
+        self, ranks: Ranks, call: str, details: Details, error: CanzonaError | None
+    ) -> tuple[CanzonaError | None, Sequence[Details]]:
         """Compare what the ranks of a set found before a step. `error` keeps this rank from taking it.
 
         Returns:
-            The error that this rank has to raise; None if all ranks can take the step.
+            The error that this rank has to raise; None if all ranks can take the step. And what each rank told.
         """
         agreement = self.of(ranks)
         try:
-            agreement.compare(call, details, error)
+            return None, agreement.compare(call, details, error)
         except CanzonaError as verdict:
             assert agreement.channel is not None
             if agreement.channel.broken:
                 raise
-            return verdict
-        return None
+            return verdict, []
 
     def meet(self, members: Iterable[Ranks]) -> None:
         """Wait for ranks that a new plan shares tasks with, and that did not announce one."""

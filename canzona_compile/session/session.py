@@ -11,6 +11,7 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from canzona_compile.capture.templates import Capture
@@ -35,7 +36,10 @@ from canzona_compile.session.plan import BoundParam, Plan, proposed_capacity
 from canzona_compile.session.planning import BoundBySession, PlannedSession
 from canzona_compile.session.portable_state import given_back_on_error
 from canzona_compile.session.step_driver import ChangeKind, StepChange, StepDriver
+from canzona_compile.tensors import finite
 from canzona_compile.views.given_layout import shardings_of
+
+SKIPPED = "skipped_steps"  # where the first parameter group counts them
 
 
 class Found(NamedTuple):
@@ -62,6 +66,7 @@ class Session(PlannedSession):
     lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
     holds: ClassVar[str] = "its fragment"  # the part of a parameter that a rank has, for reports
     may_move_owners: ClassVar[bool] = True  # whether its options decide which rank owns which matrix
+    hears_by_tasks: ClassVar[bool] = True  # whether ranks hear of each other's gradients as they settle shared tasks
 
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "", capture: Capture | None = None) -> None:
         super().__init__(optimizer, options, capture)
@@ -71,6 +76,9 @@ class Session(PlannedSession):
         self.has_dummy_state = False
         self._ready: StepDriver | None = None  # takes the next step, which all ranks have agreed on
         self._plans_anew = False  # whether ranks did not agree on the last step, so that all of them plan again
+        self.skips = False  # whether some rank's gradients of the step that is ready are not finite
+        if options.skip_nonfinite:
+            optimizer.param_groups[0].setdefault(SKIPPED, 0)
 
     def step(self) -> bool:
         """Update all parameters once, and measure that if it is wanted.
@@ -88,6 +96,9 @@ class Session(PlannedSession):
             self._dummy_step()
             return False
         with self.ready() as driver, self.telling():
+            if self.skips:
+                self.optimizer.param_groups[0][SKIPPED] += 1
+                return False
             return driver.step() and driver.last is not None
 
     def takes_dummy_step(self) -> bool:
@@ -102,7 +113,7 @@ class Session(PlannedSession):
                 hint="call canzona_compile.wrap(optimizer, replicate=..., layout=...) or zero1 again",
             )
         self.number += 1
-        self._consolidated = None
+        self._consolidated, self.skips = None, False
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[StepDriver]:
@@ -220,6 +231,12 @@ class Session(PlannedSession):
             told.__cause__ = error
             return Found(None, told)
 
+    def nonfinite(self) -> bool:
+        """Whether steps are skipped for it, and a gradient of this rank has a NaN or an infinity."""
+        if self.driver is None or not self.options.skip_nonfinite:
+            return False
+        return not finite(self.driver.gradients.found.values())
+
     def numbers(self) -> dict[Ranks, str]:
         """The numbers that the next step reads, by set of ranks; empty texts if there has to be a plan first."""
         if self.driver is None or self._plans_anew:
@@ -316,6 +333,19 @@ class Session(PlannedSession):
             with contextlib.suppress(BaseException), self.telling(driver):
                 raise error
 
+    def check_heard(self) -> None:
+        """Raise if steps are skipped, and no set of ranks that share matrices is all ranks, so some would not hear."""
+        everybody = dist.get_world_size() if distributed() else 1
+        sets = (ranks for session in self.siblings.sessions for ranks in session.shared or ())
+        if self.options.skip_nonfinite and self.hears_by_tasks and max(map(len, sets), default=1) < everybody:
+            self.refused()
+            raise CanzonaError(
+                f"no set of ranks that share matrices is the whole job of {everybody} ranks, so a rank that skips a "
+                "step could not tell the others",
+                at="the option skip_nonfinite",
+                hint="all-reduce a flag over all ranks after backward(), and leave out step() where it is set",
+            )
+
     def leave(self) -> None:
         """Put what the unwrapped optimizer would hold into its state, and drop the plan, once all ranks have met."""
         self.release()
@@ -370,6 +400,8 @@ def prepare(sessions: Sequence[Session], found: Sequence[Found] = ()) -> None:
         session.replan()
     if anew:
         settle(sessions, [Found()])
+    for session in anew:
+        session.check_heard()
 
 
 def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
@@ -381,8 +413,10 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
     """
     changes = [own.change for own in found if own.change is not None]
     error = next((own.error for own in found if own.error is not None), None)
+    skips = error is None and not any(own.replans for own in found) and any(s.nonfinite() for s in sessions)
     numbers: dict[Ranks, list[str]] = {}
     holders: dict[Ranks, Session] = {}
+    elsewhere = False
     for session in sessions:
         for ranks, text in session.numbers().items():
             numbers.setdefault(ranks, []).append(text)
@@ -395,9 +429,12 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
             assert own._agreements is not None
             others = "".join(f" with {other.optimizer_name}" for other in sessions if other is not own)
             change = "; ".join(filter(None, (own.seen_by(ranks) for own in changes)))
-            details = {"change": change, "numbers": "\n".join(numbers[ranks])}
+            details = {"change": change, "numbers": "\n".join(numbers[ranks]), "nonfinite": "yes" if skips else ""}
             with during(own.measuring.clock, "agree"):
-                verdict = own._agreements.settle(ranks, f"step(){others}", details, error)
+                verdict, told = own._agreements.settle(ranks, f"step(){others}", details, error)
             error = error or verdict
+            elsewhere |= any(other["nonfinite"] for other in told)
     if error is not None:
         raise error
+    for session in sessions:
+        session.skips |= skips or elsewhere
