@@ -27,7 +27,7 @@ from canzona_compile.report.units import format_flops, plural
 from canzona_compile.session.measuring import both_measured
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram
-from canzona_compile.session.session import Session
+from canzona_compile.session.session import SKIPPED, Session
 from canzona_compile.tensors import local_part
 
 
@@ -58,6 +58,7 @@ def facts_of(session: Session) -> Facts:
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,
         measurement=session.measuring.found,
         state=state_figures(session) if plan.rules is not None else (),
+        skipped_steps=session.optimizer.param_groups[0][SKIPPED] if options.skip_nonfinite else None,
     )
 
 

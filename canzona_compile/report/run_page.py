@@ -113,6 +113,8 @@ def remarks(report: RunReport) -> Iterator[str]:
     )
     if report.execution and machine.device != "cpu":
         yield report.execution
+    if report.skipped_steps:
+        yield f"{plural(report.skipped_steps, 'step')} skipped, because a gradient was not finite"
     yield from report.bits
 
 

@@ -127,6 +127,7 @@ class RunFigures:
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
         state: the leaves of the state on this rank, if `state=` is given.
+        skipped_steps: how many steps were skipped; None unless `skip_nonfinite` is given.
     """
 
     world_size: int = 1
@@ -143,6 +144,7 @@ class RunFigures:
     execution: str = ""
     profile: ProfileReport | None = None
     state: tuple[StateFigure, ...] = ()
+    skipped_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

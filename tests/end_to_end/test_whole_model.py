@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
@@ -22,7 +24,9 @@ from torch.optim import lr_scheduler as schedulers
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
+from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.optimizers import KLSOAP, SOAP, NorMuon
+from canzona_compile.tensors import local_part
 from tests.data_parallel.models import Model, different
 from tests.harness.layouts import full as whole
 from tests.harness.layouts import mesh_of
@@ -113,11 +117,11 @@ def train(layout: str, steps: int = 4, line: str = "muon_adamw") -> dict[str, An
     }
 
 
-def beside(layout: str, line: str = "muon_adamw", groups: Any = None) -> Given:
+def beside(layout: str, line: str = "muon_adamw", groups: Any = None, **more: Any) -> Given:
     """A model in a layout, and a plain one, with their chains. On some ranks batches are equal."""
     model, options = sharded(layout)
     with shared_captures():
-        made = getattr(canzona_compile, line)(model, lr=RATE, groups=groups, **options)
+        made = getattr(canzona_compile, line)(model, lr=RATE, groups=groups, **options, **more)
     plain, all_ranks = Model(), layout in ("ddp", "zero1", "fsdp")
     loss = loss_of if all_ranks else lambda model, step, _: loss_of(model, step, 0)
     return Given(model, [made], plain, [plain_chain(plain, line, groups is not None)], loss)
@@ -227,7 +231,87 @@ def test_wrong_groups() -> None:
     assert {row.name: row.group for row in choice.rows}["head.weight"] == GROUPS["head.*"]
 
 
-# -- checkpoints -------------------------------------------------------------------------------------
+# -- steps that are skipped --------------------------------------------------------------------------
+
+SKIPPED = {1: ("blocks.1.up.weight", math.inf), 3: ("head.weight", math.nan)}  # by step, whose gradient is spoilt
+
+
+def spoil(model: nn.Module, step: int) -> None:
+    """Put a number that is not finite into a gradient of the last rank, or of the owner under ZeRO-1."""
+    if step not in SKIPPED:
+        return
+    name, value = SKIPPED[step]
+    (grad,) = (p.grad for own, p in model.named_parameters() if own.removeprefix("module.") == name)
+    last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+    parts = grad.parts if isinstance(grad, ReducedGradient) else [local_part(grad)] if last and grad is not None else []
+    for part in parts:
+        part.view(-1)[:1].fill_(value)
+
+
+def skipping(layout: str) -> None:
+    """Train beside a plain chain that leaves out the steps of which a rank has a gradient that is not finite."""
+    pair = beside(layout, skip_nonfinite=True)
+    (made,), (expected,) = pair.optimizers, pair.expected
+    for step in range(5):
+        pair.both_backward(step)
+        spoil(pair.model, step)
+        made.step()
+        made.zero_grad()
+        if step not in SKIPPED:
+            expected.step()
+        expected.zero_grad()
+        assert pair.different() == [], step
+    assert [own.param_groups[0]["skipped_steps"] for own in made.optimizers] == [2, 2]
+    assert [group["skipped_steps"] for group in made.state_dict()["param_groups"]] == [2, 2]
+    assert made.canzona.report().skipped_steps == 2
+
+
+def test_steps_are_skipped_in_one_process() -> None:
+    do_alone(partial(skipping, "alone"))
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("zero1", 2), full("ddp", 2), full("fsdp_tp", 4)])
+def test_steps_are_skipped_on_all_ranks(layout: str, world: int) -> None:
+    run(world, skipping, layout, after=partial(skipping, "alone"))
+
+
+def one_expert(spoilt: bool) -> None:
+    """Each of four ranks has an expert, and a share of the dense matrix. One expert's gradient has a NaN."""
+    mesh = mesh_of((4,), ("line",))
+    params = [nn.Parameter(distribute_tensor(torch.ones(4, 8, 8), mesh, [Shard(0)])) for _ in range(2)]
+    dense = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
+    optimizer = canzona_compile.wrap(canzona_compile.optimizers.Muon([*params, dense], lr=0.1), skip_nonfinite=True)
+    for step in range(3):
+        for param in (*params, dense):
+            param.grad = torch.ones_like(param)
+        if step == 1 and spoilt and dist.get_rank() == 2:
+            local_part(params[1].grad).fill_(math.nan)  # type: ignore[arg-type]
+        before = [whole(param).clone() for param in (*params, dense)]
+        optimizer.step()
+        same = [torch.equal(one, whole(param)) for one, param in zip(before, (*params, dense), strict=True)]
+        assert same == [step == 1 and spoilt] * 3
+    assert optimizer.param_groups[0]["skipped_steps"] == int(spoilt)
+
+
+def test_a_nan_in_one_expert_of_four_ranks() -> None:
+    run(4, one_expert, spoilt=True)
+
+
+def unheard() -> None:
+    """Ranks that share no matrix cannot tell each other."""
+    param = nn.Parameter(torch.ones(4, 4))
+    for optimizer in (AdamW([param]), Muon([param])):
+        wrapped = canzona_compile.wrap(optimizer, skip_nonfinite=True)
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            with pytest.raises(CanzonaError, match="could not tell the others"):
+                wrapped.step()
+        assert torch.equal(param.detach(), torch.ones(4, 4))
+
+
+def test_ranks_that_share_nothing_are_refused() -> None:
+    run(2, unheard)
+
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
