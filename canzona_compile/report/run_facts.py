@@ -58,7 +58,7 @@ def facts_of(session: Session) -> Facts:
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,
         measurement=session.measuring.found,
         state=state_figures(session) if plan.rules is not None else (),
-        skipped_steps=session.optimizer.param_groups[0][SKIPPED] if options.skip_nonfinite else None,
+        skipped_steps=session.optimizer.param_groups[0].get(SKIPPED, 0) if options.skip_nonfinite else None,
     )
 
 

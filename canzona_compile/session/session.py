@@ -97,7 +97,8 @@ class Session(PlannedSession):
             return False
         with self.ready() as driver, self.telling():
             if self.skips:
-                self.optimizer.param_groups[0][SKIPPED] += 1
+                first = self.optimizer.param_groups[0]
+                first[SKIPPED] = first.get(SKIPPED, 0) + 1  # a checkpoint may lack it
                 return False
             return driver.step() and driver.last is not None
 

@@ -36,7 +36,7 @@ PICTURED = {
     "one_matrix.svg": ("rank 3", "rows 288 to 384", "3 compute", "to the owner, 144.0 KiB"),
 }
 STEPS = 5  # at least, of every script that trains
-SHOWING = ("checkpoints", "planning", "graphs", "stored_state")  # compare by themselves, or train nothing
+SHOWING = ("checkpoints", "planning", "graphs", "skip_steps", "stored_state")  # compare by themselves, or train nothing
 TRAINING = [name for name in SCRIPTS if name not in {*ALONE, *NEEDED, *SHOWING}]
 WAYS = ["accelerate_loop", "accelerate_loop --fsdp2", "trainer", "trainer --fsdp2", "fabric_loop"]
 WAYS += ["sft_trainer", "sft_trainer --fsdp2", "lightning_trainer", "lightning_trainer --ddp", "torchtitan_optimizers"]
@@ -102,6 +102,7 @@ def test_a_framework(way: str, tmp_path: Path) -> None:
     [
         ("checkpoints", ("equal bits",)),  # it compares by itself: with a training that nothing broke
         ("planning", ("on fsdp=2",)),
+        ("skip_steps", (", left out, 0 not finite so far", "step 16: loss inf, stepped, 1 not finite so far")),
         ("stored_state", ("momentum_buffer: int8, ", "exp_avg: bfloat16, ", "equal to the bit")),
         ("graphs", ("prepare", "start_all_to_all", "muon_48x48_f32_compute_stacked", "fuse-collectives")),
     ],
