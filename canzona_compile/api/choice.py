@@ -27,7 +27,7 @@ TOTALS = {"matrix": "matrices", "other": "others", "frozen": "frozen"}
 NamedParams = list[tuple[str, nn.Parameter]]
 Arguments = Mapping[str, Any]
 # Arguments of a parameter group by patterns of names, or by a function of a name and a shape.
-Groups = Mapping[str, Arguments] | Callable[[str, Shape], Arguments | None]
+GroupArguments = Mapping[str, Arguments] | Callable[[str, Shape], Arguments | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def hidden_matrices(
     others: str | Sequence[str] = (),
     *,
     batch_dims: bool = False,
-    groups: Groups | None = None,
+    groups: GroupArguments | None = None,
 ) -> Choice:
     """Choose the parameters of a model that a matrix optimizer such as Muon should train, and say why.
 
@@ -247,7 +247,7 @@ def check_shape(name: str, param: nn.Parameter) -> None:
 
 
 def given_arguments(
-    groups: Groups | None, params: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]
+    groups: GroupArguments | None, params: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]
 ) -> dict[str, Arguments]:
     """The arguments that `groups=` gives to trained parameters, by name. Of patterns that fit, later ones win."""
     where, found = "hidden_matrices(model, groups=)", dict[str, dict[str, Any]]()

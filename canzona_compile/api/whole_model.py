@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from canzona_compile.api.chain import Chain, chain
-from canzona_compile.api.choice import Choice, Groups, NamedParams, hidden_matrices
+from canzona_compile.api.choice import Choice, GroupArguments, NamedParams, hidden_matrices
 from canzona_compile.api.wrap import names_in, wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.compat.optimizer_class import plain_class
@@ -39,7 +39,7 @@ def optimizer_for(
     matrices: str | Sequence[str] = (),
     others: str | Sequence[str] = (),
     batch_dims: bool | None = None,
-    groups: Groups | None = None,
+    groups: GroupArguments | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -93,7 +93,7 @@ def muon_adamw(
     others: str | Sequence[str] = (),
     muon: OwnArguments | None = None,
     adamw: OwnArguments | None = None,
-    groups: Groups | None = None,
+    groups: GroupArguments | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -142,7 +142,7 @@ def soap_adamw(
     others: str | Sequence[str] = (),
     soap: OwnArguments | None = None,
     adamw: OwnArguments | None = None,
-    groups: Groups | None = None,
+    groups: GroupArguments | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -164,7 +164,7 @@ def kl_soap_adamw(
     others: str | Sequence[str] = (),
     kl_soap: OwnArguments | None = None,
     adamw: OwnArguments | None = None,
-    groups: Groups | None = None,
+    groups: GroupArguments | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
 ) -> Chain:
@@ -207,7 +207,7 @@ def for_whole_model(
     kinds: tuple[MakesOptimizer, MakesOptimizer],
     matrices: str | Sequence[str],
     others: str | Sequence[str],
-    groups: Groups | None,
+    groups: GroupArguments | None,
     zero1: DeviceMesh | ProcessGroup | None,
     options: dict[str, Any],
 ) -> Chain:

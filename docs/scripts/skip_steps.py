@@ -63,5 +63,7 @@ for step in range(20):
     # --8<-- [end:loop]
     if rank == 0:
         count = optimizer.param_groups[0]["skipped_steps"]
-        print(f"step {step}: loss {mean.item():.2f}, {'left out' if any(odd) else 'stepped'}, {count} not finite so far")
+        print(
+            f"step {step}: loss {mean.item():.2f}, {'left out' if any(odd) else 'stepped'}, {count} not finite so far"
+        )
 dist.destroy_process_group()

@@ -75,7 +75,7 @@ class MatrixOptimizer(Optimizer):
 
     def step_stack(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Step each matrix of a stack; a stack of none steps one of zeros, for the sake of counters."""
-        stack = Stack.of(param, group.get("matrix_dims", self.matrix_dims))
+        stack = MatrixStack.of(param, group.get("matrix_dims", self.matrix_dims))
         copied = stack.flattens and not param.is_contiguous()
         own = param.contiguous() if copied else param  # no view flattens a convolution in channels_last by index
         pairs = list(zip(stack.entries(own), stack.entries(grad), strict=True))
@@ -98,7 +98,7 @@ class MatrixOptimizer(Optimizer):
 
 
 @dataclass(frozen=True)
-class Stack:
+class MatrixStack:
     """A stack of matrices, or a convolution, which is one matrix `[outputs, inputs * height * width]`.
 
     Attributes:
@@ -110,7 +110,7 @@ class Stack:
     one: tuple[int, ...]
 
     @classmethod
-    def of(cls, param: Tensor, dims: int) -> Stack:
+    def of(cls, param: Tensor, dims: int) -> MatrixStack:
         """The last `dims` dims of a parameter make up one matrix."""
         count = max(0, param.ndim - dims)
         return cls(tuple(param.shape[:count]), tuple(param.shape[count:]))
