@@ -62,6 +62,7 @@ class Choice(Printable):
         matrices: the hidden matrices with their names, as torch.optim.Muon takes them.
         others: all other trained parameters with their names, as torch.optim.AdamW takes them.
         convolutions: the names of those hidden matrices that are weights of convolutions, which only patterns choose.
+        rows_are_inputs: the names of those hidden matrices that are [inputs, outputs], other than linear layers are.
         splits: the parts of hidden matrices that are fused weights of a known form, by name, as `split=` takes them.
     """
 
@@ -71,6 +72,7 @@ class Choice(Printable):
     matrices: NamedParams = field(compare=False)
     others: NamedParams = field(compare=False)
     convolutions: frozenset[str] = frozenset()
+    rows_are_inputs: frozenset[str] = frozenset()
     splits: Mapping[str, Split] = field(compare=False, default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,7 +179,8 @@ def hidden_matrices(
     unwanted = claims("others", others, params, trained)
     check_claims(wanted, unwanted, trained)
     given = given_arguments(groups, params, trained)
-    survey, rows, splits, convolutions = Survey(model), [], dict[str, Split](), set[str]()
+    survey, rows, splits = Survey(model), [], dict[str, Split]()
+    convolutions, turned = set[str](), set[str]()
     for name, param in params.items():
         pattern = wanted.get(name) or unwanted.get(name)
         if not param.requires_grad:
@@ -194,11 +197,14 @@ def hidden_matrices(
             splits[name] = split
         if words:
             why = words if why == "hidden matrix" else f"{why}; {words}"
+        if kind == "matrix" and survey.rows_are_inputs(param):
+            turned.add(name)
+            why += "; rows are inputs"
         rows.append(Row(name, tuple(param.shape), kind, why, given.get(name, {})))
     chosen: dict[str, NamedParams] = {
         kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS
     }
-    return Choice(tuple(rows), chosen["matrix"], chosen["other"], frozenset(convolutions), splits)
+    return Choice(tuple(rows), chosen["matrix"], chosen["other"], frozenset(convolutions), frozenset(turned), splits)
 
 
 def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, str]:

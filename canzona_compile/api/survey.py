@@ -91,6 +91,13 @@ class Survey:
         module = self.modules[self.sites[id(param)][0].path]
         return param.ndim > 2 and (isinstance(module, CONVOLUTIONS) or "conv" in class_name(module).lower())
 
+    def rows_are_inputs(self, param: nn.Parameter) -> bool:
+        """Tell whether matrices of a weight are [inputs, outputs], as GPT-2's, and experts' of some models."""
+        module = self.modules[self.sites[id(param)][0].path]
+        if param.ndim == 2:
+            return class_name(module) == "Conv1D"
+        return param.ndim == 3 and (getattr(module, "is_transposed", False) is True or "Llama4" in class_name(module))
+
     def is_router(self, site: Site, outputs: int) -> bool:
         """Tell whether a weight named as one scores experts: it has an output for each, and they are next to it.
 

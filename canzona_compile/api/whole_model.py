@@ -21,13 +21,14 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.options import StepOptions, WrapOptions
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.ir.split import Split
-from canzona_compile.optimizers import KLSOAP, SOAP, Muon
+from canzona_compile.optimizers import KLSOAP, SOAP, Muon, NorMuon
 from canzona_compile.session.params import named_params
 
 OPTIONS = WrapOptions.__optional_keys__ | {"model"}
 OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
 MakesOptimizer = Callable[[Any], Optimizer]
 OwnArguments = Mapping[str, Any]
+OF_SHAPES = {"matrix_dims", "rows_are_inputs"}  # arguments of groups that our optimizers know without a default
 MUON: MakesOptimizer = partial(Muon, adjust_lr_fn="match_rms_adamw")  # its updates have the size of AdamW's
 
 
@@ -247,6 +248,8 @@ def built(
     given = {row.name: dict(row.group) for row in choice.rows}
     for name, param in choice.matrices:
         given[name] |= {"matrix_dims": param.ndim} if name in flat else {}
+    for name in choice.rows_are_inputs if tells_sides_apart(kinds[0]) else ():
+        given[name] |= {"rows_are_inputs": True}
     made = chained(in_groups(choice.matrices, given), in_groups(choice.others, given), *kinds)
     check_known(call, choice, made)
     first = made.optimizers[0]
@@ -300,7 +303,7 @@ def check_known(call: str, choice: Choice, made: Chain) -> None:
     for named, optimizer in zip((choice.matrices, choice.others), made.optimizers, strict=False):
         names = {name for name, _ in named}
         for row in (row for row in choice.rows if row.name in names):
-            if unknown := sorted(row.group.keys() - optimizer.defaults.keys()):
+            if unknown := sorted(row.group.keys() - optimizer.defaults.keys() - OF_SHAPES):
                 raise CanzonaError(
                     f"{plain_class(optimizer).__name__} has no argument {unknown[0]!r}, which groups= gives",
                     at=f"{call}: {row.name}",
@@ -311,6 +314,12 @@ def check_known(call: str, choice: Choice, made: Chain) -> None:
 def takes_stacks(made_by: MakesOptimizer) -> bool:
     """Whether the class of an optimizer says that it steps the matrices of stacks one by one."""
     return hasattr(made_by.func if isinstance(made_by, partial) else made_by, "matrix_dims")
+
+
+def tells_sides_apart(made_by: MakesOptimizer) -> bool:
+    """Whether it makes one of our optimizers to which a matrix is not what its transpose is."""
+    kind, given = (made_by.func, made_by.keywords) if isinstance(made_by, partial) else (made_by, {})
+    return kind is NorMuon or (kind is Muon and given.get("adjust_lr_fn") != "match_rms_adamw")
 
 
 def splits_in(made: Chain, model: nn.Module, choice: Choice, options: Mapping[str, Any]) -> dict[str, Split]:

@@ -20,6 +20,7 @@ class MatrixOptimizer(Optimizer):
 
     A convolution `[outputs, inputs, height, width]` is one matrix in a parameter group with `"matrix_dims": 4`, see
     `canzona_compile.optimizers.Muon`. Its state has the shape of the parameter where it would have that of the matrix.
+    In a group with `"rows_are_inputs": True`, matrices are [inputs, outputs], and are stepped transposed.
 
     A subclass says `matrix_dims = 2` itself, once it has said what is done to one matrix: what has code beyond a class
     that says it is not believed to do the same.
@@ -63,7 +64,7 @@ class MatrixOptimizer(Optimizer):
                 if param.grad is None:
                     continue
                 state = self.state[param]
-                if param.ndim > 2:
+                if param.ndim > 2 or group.get("rows_are_inputs", False):
                     self.step_stack(param, param.grad, state, group)
                     continue
                 new = not state
@@ -75,7 +76,7 @@ class MatrixOptimizer(Optimizer):
 
     def step_stack(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Step each matrix of a stack; a stack of none steps one of zeros, for the sake of counters."""
-        stack = MatrixStack.of(param, group.get("matrix_dims", self.matrix_dims))
+        stack = MatrixStack.of(param, group.get("matrix_dims", self.matrix_dims), group.get("rows_are_inputs", False))
         copied = stack.flattens and not param.is_contiguous()
         own = param.contiguous() if copied else param  # no view flattens a convolution in channels_last by index
         pairs = list(zip(stack.entries(own), stack.entries(grad), strict=True))
@@ -86,12 +87,13 @@ class MatrixOptimizer(Optimizer):
             state.update(stack.joined([self.first_state(*pair, group) for pair in some]))
         if new and not self.updates_at_once:
             return
-        tensors = {name: stack.entries(value) for name, value in state.items() if isinstance(value, Tensor)}
+        held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = {name: stack.entries(value, stack.is_alike(value)) for name, value in held.items()}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         states = [{**numbers, **{name: values[i] for name, values in tensors.items()}} for i in range(len(pairs))]
         states = states or [{**self.first_state(*some[0], group), **numbers}]
-        for pair, held in zip(some, states, strict=True):
-            self.update(*pair, held, group)
+        for pair, one in zip(some, states, strict=True):
+            self.update(*pair, one, group)
         state.update({name: states[0][name] for name in numbers})
         if copied:
             param.copy_(own)
@@ -104,33 +106,51 @@ class MatrixStack:
     Attributes:
         lead: the dims that count matrices.
         one: the other dims.
+        turned: whether matrices are stepped transposed.
     """
 
     lead: tuple[int, ...]
     one: tuple[int, ...]
+    turned: bool = False
 
     @classmethod
-    def of(cls, param: Tensor, dims: int) -> MatrixStack:
+    def of(cls, param: Tensor, dims: int, turned: bool) -> MatrixStack:
         """The last `dims` dims of a parameter make up one matrix."""
         count = max(0, param.ndim - dims)
-        return cls(tuple(param.shape[:count]), tuple(param.shape[count:]))
+        return cls(tuple(param.shape[:count]), tuple(param.shape[count:]), turned)
+
+    @property
+    def flat(self) -> tuple[int, int]:
+        """The shape of a matrix in the parameter, if it has two dims there."""
+        return self.one[0], math.prod(self.one[1:])
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The shape of a matrix."""
-        return self.one[0], math.prod(self.one[1:])
+        """The shape of a matrix as it is stepped."""
+        return (self.flat[1], self.flat[0]) if self.turned else self.flat
 
     @property
     def flattens(self) -> bool:
         """Whether a matrix has more dims than two in its parameter."""
         return len(self.one) > 2
 
-    def entries(self, value: Tensor) -> list[Tensor]:
-        """What a tensor has for each matrix, as views of it; matrices have two dims there."""
+    def entries(self, value: Tensor, alike: bool = True) -> list[Tensor]:
+        """What a tensor has for each matrix, as views of it.
+
+        Args:
+            alike: whether what it has is as the matrix is; if not, it is no part of a parameter.
+        """
         found = [value]
         for _ in self.lead:
             found = [entry for part in found for entry in part.unbind()]
-        return [entry.reshape(self.matrix) if entry.shape == self.one else entry for entry in found]
+        if not alike:
+            return found
+        found = [entry.reshape(self.flat) for entry in found]
+        return [entry.mT for entry in found] if self.turned else found
+
+    def is_alike(self, value: Tensor) -> bool:
+        """Whether a tensor of the state has the shape of the parameter."""
+        return tuple(value.shape) == (*self.lead, *self.one)
 
     def joined(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of the stack from those of its matrices: tensors lie one after the other, each as it lay alone."""
@@ -138,11 +158,12 @@ class MatrixStack:
         for name in [name for name, value in found.items() if isinstance(value, Tensor)]:
             values = [state[name] for state in states]
             lies = values[0]
-            shape = self.one if self.flattens and lies.shape == self.matrix else lies.shape
-            strides = torch.empty(shape, device="meta").stride() if self.flattens else lies.stride()
-            count = len(self.lead)
-            leading = [math.prod(self.lead[i + 1 :]) * lies.numel() for i in range(count)]
+            alike = tuple(lies.shape) == self.matrix
+            moved = alike and self.one != self.matrix  # it lies as the parameter does
+            shape = self.one if moved else lies.shape
+            strides = torch.empty(shape, device="meta").stride() if moved else lies.stride()
+            leading = [math.prod(self.lead[i + 1 :]) * lies.numel() for i in range(len(self.lead))]
             found[name] = lies.new_empty_strided((*self.lead, *shape), (*leading, *strides))
-            for place, value in zip(self.entries(found[name]), values, strict=False):  # a stack of none has no place
+            for place, value in zip(self.entries(found[name], alike), values, strict=False):  # none has no place
                 place.copy_(value)
         return found

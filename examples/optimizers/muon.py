@@ -23,7 +23,8 @@ class Muon(torch.optim.Muon):
     matrix alone. The factor of the learning rate depends on the last two dims.
 
     A convolution `[outputs, inputs, height, width]` is one matrix, `[outputs, inputs * height * width]`, in a parameter
-    group with `"matrix_dims": 4`: that many dims make up one matrix, and those before count matrices.
+    group with `"matrix_dims": 4`: that many dims make up one matrix, and those before count matrices. In a group with
+    `"rows_are_inputs": True`, matrices are [inputs, outputs], as in GPT-2, and are stepped transposed.
 
     Args:
         params: parameters of two dims or more, in any memory format: matrices are flattened by index.
@@ -84,9 +85,9 @@ class Muon(torch.optim.Muon):
         for param, grad, buffer in zip(params, stacks, buffers, strict=True):
             if dims > 2:
                 self.state[param]["momentum_buffer"] = buffer = buffer.contiguous()
-            params_with_grad.extend(matrices(param, dims))
-            grads.extend(matrices(grad, dims))
-            muon_momentum_bufs.extend(matrices(buffer, dims))
+            turned = group.get("rows_are_inputs", False)
+            for found_in, listed in ((param, params_with_grad), (grad, grads), (buffer, muon_momentum_bufs)):
+                listed.extend(one.mT if turned else one for one in matrices(found_in, dims))
         return found
 
 

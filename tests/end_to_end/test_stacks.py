@@ -98,6 +98,52 @@ def test_each_matrix_steps_as_if_it_were_alone(kind: str, dims: int) -> None:
             assert torch.equal(value.flatten(0, lead - 1), torch.stack(ones))
 
 
+@pytest.mark.parametrize("kind", [partial(MUON, adjust_lr_fn="original"), *OTHERS.values()], ids=["Muon", *OTHERS])
+@pytest.mark.parametrize("shape", [(16, 24), (2, 24, 16), (2, 16, 16)], ids=str)
+def test_matrices_whose_rows_are_inputs_are_stepped_transposed(shape: tuple[int, ...], kind: Any) -> None:
+    (own,), (turned,) = parameters([shape]), parameters([shape])
+    plain = nn.Parameter(own.detach().mT.clone(memory_format=torch.contiguous_format))
+    ours, theirs = kind([{"params": [turned], "rows_are_inputs": True}]), kind([plain])
+    for step in range(5):
+        turned.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        plain.grad = turned.grad.mT.clone(memory_format=torch.contiguous_format)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(turned.detach().mT, plain.detach(), rtol=2e-3, atol=2e-4)
+    alike = [name for name, value in ours.state[turned].items() if name in ("exp_avg", "momentum_buffer")]
+    assert all(ours.state[turned][name].shape == shape for name in alike)
+
+
+def test_gpt_2_under_fsdp_is_stepped_transposed() -> None:
+    run(2, conv1d, after=partial(conv1d))
+
+
+def conv1d() -> None:
+    """A line that tells sides apart finds weights [inputs, outputs] by their class."""
+    transformers = pytest.importorskip("transformers")
+    made = [nn.Sequential(transformers.pytorch_utils.Conv1D(48, 16), nn.Linear(48, 4, bias=False)) for _ in range(2)]
+    own, plain = made
+    plain.load_state_dict(own.state_dict())
+    if dist.is_initialized():
+        fully_shard(own, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    optimizer = optimizer_for(own, partial(NorMuon, lr=0.1), partial(torch.optim.AdamW, lr=0.1))
+    weight = plain[0].weight
+    expected = NorMuon([{"params": [weight], "rows_are_inputs": True}], lr=0.1)
+    for step in range(3):
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+        for param in own.parameters():
+            param.grad = torch.zeros_like(param)
+        grad: Any = own[0].weight.grad
+        if isinstance(grad, DTensor):
+            grad.copy_(distribute_tensor(weight.grad, grad.device_mesh, grad.placements, src_data_rank=None))
+        else:
+            grad.copy_(weight.grad)
+        optimizer.step()
+        expected.step()
+    assert torch.equal(gathered(own[0].weight), weight.detach())
+    assert [group.get("rows_are_inputs", False) for group in optimizer.param_groups] == [False, True, False]
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_stack_of_no_matrices_counts_its_steps(kind: str) -> None:
     """As one of some does, so that ranks with entries and ranks with none stay alike."""
