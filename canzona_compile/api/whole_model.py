@@ -302,12 +302,13 @@ def check_known(call: str, choice: Choice, made: Chain) -> None:
     """Raise if a parameter was given an argument that its optimizer does not know, which torch would ignore."""
     for named, optimizer in zip((choice.matrices, choice.others), made.optimizers, strict=False):
         names = {name for name, _ in named}
+        known = {*optimizer.defaults, *(OF_SHAPES if hasattr(plain_class(optimizer), "matrix_dims") else ())}
         for row in (row for row in choice.rows if row.name in names):
-            if unknown := sorted(row.group.keys() - optimizer.defaults.keys() - OF_SHAPES):
+            if unknown := sorted(row.group.keys() - known):
                 raise CanzonaError(
                     f"{plain_class(optimizer).__name__} has no argument {unknown[0]!r}, which groups= gives",
                     at=f"{call}: {row.name}",
-                    hint=f"it has {', '.join(sorted(optimizer.defaults))}",
+                    hint=f"it has {', '.join(sorted(known))}",
                 )
 
 
