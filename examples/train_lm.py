@@ -57,7 +57,6 @@ HIDDEN: dict[str, Callable[..., Any]] = {
     "kl-soap": KLSOAP,
     "adamw": partial(AdamW, betas=(0.9, 0.95)),
 }
-TAKE_STACKS = ("muon", "adamw")  # of experts; with the others AdamW trains these
 BUILDERS: dict[str, Callable[..., Chain]] = {
     "muon": canzona_compile.muon_adamw,
     "soap": canzona_compile.soap_adamw,
@@ -189,7 +188,7 @@ def train(options: Options, place: torch.device) -> bool:
     model = Decoder(config).to(place)
     parallel = PARALLEL[options.parallel](model)
     parameters = list(model.parameters())
-    choice = canzona_compile.hidden_matrices(model, batch_dims=options.optimizer in TAKE_STACKS)
+    choice = canzona_compile.hidden_matrices(model, batch_dims=True)
     optimizer: Any = make_optimizer(options, model, parallel)
     schedule = LambdaLR(optimizer, partial(warm_cosine, options.steps))
     plain = PlainOptimizer(optimizer, choice.matrices, choice.others, partial(plain_chain, options))
@@ -246,8 +245,7 @@ def make_optimizer(options: Options, model: Decoder, parallel: Parallel) -> Chai
     how = {**parallel.options, "zero1": parallel.zero1, "numerics": options.numerics, "state": options.state}
     if build := BUILDERS.get(options.optimizer):
         return build(model, options.lr, adamw=OTHERS, **how)
-    stacks = options.optimizer in TAKE_STACKS
-    return canzona_compile.optimizer_for(model, *both(options), batch_dims=stacks, **how)
+    return canzona_compile.optimizer_for(model, *both(options), batch_dims=True, **how)
 
 
 def plain_chain(options: Options, matrices: NamedParameters, others: NamedParameters) -> Chain:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.analysis.step_time import rates_of
+from canzona_compile.ir.layout import Ranks
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.ir.variant_period import VariantPeriod
 
@@ -44,8 +45,8 @@ class Stagger:
 def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
     """Choose an offset for every task with periodic work.
 
-    What this rank shares with others, and what it computes alone, are spread each by itself. Other ranks do not know
-    the latter, so it may not decide about the former; and where they hold copies of it, they must choose alike.
+    What each set of ranks shares, and what this rank computes alone, are spread each by itself. Other ranks do not know
+    all of what this one shares with others, so that may not decide; and where they hold copies, they must choose alike.
 
     Args:
         owned: the owned step.
@@ -57,8 +58,11 @@ def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
     cost = {t.name: cost_by_step(owned, t, variant_periods.get(t.name), horizon) for t in owned.tasks}
     periods = {name: len(variant_periods[name].period) for name in periodic}
     ahead: dict[str, int] = {}
-    for shared in (True, False):
-        ahead |= offsets([t for t in owned.tasks if (t.layout.grid.size > 1) == shared], cost, periods)
+    sharing: dict[Ranks, list[Task]] = {}
+    for task in owned.tasks:
+        sharing.setdefault(task.layout.grid.members() if task.layout.grid.size > 1 else (), []).append(task)
+    for tasks in sharing.values():
+        ahead |= offsets(tasks, cost, periods)
     rate = rates_of(owned.machine).flops
     loads = loads_of(owned.tasks, cost, {}), loads_of(owned.tasks, cost, ahead)
     return Stagger(ahead, *(tuple((busiest(load, load) / rate).tolist()) for load in loads))

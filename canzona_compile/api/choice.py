@@ -45,7 +45,7 @@ class Row:
     shape: Shape
     kind: str
     why: str
-    group: Arguments = field(default_factory=dict)
+    group: Arguments = field(default_factory=dict, hash=False)
 
     @property
     def elements(self) -> int:
@@ -268,10 +268,12 @@ def given_arguments(
     said: list[tuple[str, Any, Any]] = []  # the name of a parameter, its arguments, and what gave them
     if isinstance(groups, Mapping):
         for pattern, own in groups.items():
-            said += [(name, own, pattern) for name in claims("groups", pattern, params, trained)]
+            said += [(name, own, pattern) for name in claims("groups", [pattern], params, trained)]
     else:
-        said = [(name, groups(name, tuple(param.shape)) or {}, name) for name, param in trained.items()]
+        said = [(name, groups(name, tuple(param.shape)), name) for name, param in trained.items()]
     for name, own, given in said:
+        if own is None and callable(groups):
+            continue
         if not isinstance(own, Mapping) or not all(isinstance(key, str) for key in own) or "params" in own:
             raise CanzonaError(
                 f"{given!r} gets {own!r}, which is no mapping of arguments",

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from glob import escape
+from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from canzona_compile.api.chain import Chain, chain
-from canzona_compile.api.choice import Choice, GroupArguments, NamedParams, hidden_matrices
+from canzona_compile.api.choice import Choice, GroupArguments, NamedParams, Row, hidden_matrices
 from canzona_compile.api.wrap import names_in, wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.compat.optimizer_class import plain_class
@@ -299,7 +301,11 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def check_known(call: str, choice: Choice, made: Chain) -> None:
-    """Raise if a parameter was given an argument that its optimizer does not know, which torch would ignore."""
+    """Raise if a parameter was given an argument that its optimizer does not know, or a value that it does not take.
+
+    Torch would ignore the one, and check the other of arguments alone, so each argument is tried on a small matrix.
+    """
+    tried: set[str] = set()
     for named, optimizer in zip((choice.matrices, choice.others), made.optimizers, strict=False):
         names = {name for name, _ in named}
         known = {*optimizer.defaults, *(OF_SHAPES if hasattr(plain_class(optimizer), "matrix_dims") else ())}
@@ -310,6 +316,28 @@ def check_known(call: str, choice: Choice, made: Chain) -> None:
                     at=f"{call}: {row.name}",
                     hint=f"it has {', '.join(sorted(known))}",
                 )
+            if (text := f"{names} {row.group}") not in tried:
+                tried.add(text)
+                try_arguments(optimizer, row, call)
+
+
+def try_arguments(optimizer: Optimizer, row: Row, call: str) -> None:
+    """Raise if the class of an optimizer refuses the arguments of a parameter."""
+    kind = plain_class(optimizer)
+    taken = signature(kind).parameters
+    rest = any(own.kind is Parameter.VAR_KEYWORD for own in taken.values())
+    wanted = {**optimizer.defaults, **row.group}
+    given = {key: value for key, value in wanted.items() if (key in taken or rest) and key not in OF_SHAPES}
+    try:
+        kind([nn.Parameter(torch.empty(2, 2))], **given)
+    except TypeError:  # it wants arguments that are no defaults
+        return
+    except Exception as error:  # whatever else a constructor raises
+        raise CanzonaError(
+            f"{kind.__name__} refuses {', '.join(f'{k}={v!r}' for k, v in row.group.items())}: {error}",
+            at=f"{call}: {row.name}",
+            hint="change what groups= gives to this parameter",
+        ) from error
 
 
 def takes_stacks(made_by: MakesOptimizer) -> bool:

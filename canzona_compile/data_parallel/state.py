@@ -20,6 +20,7 @@ from canzona_compile.ir.layout import laid_out_by_entries
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.tensors import local_part
+from canzona_compile.views.entries import cut_along_experts
 from canzona_compile.views.view import State, WholeOf
 
 
@@ -162,7 +163,8 @@ def sent(state: State, fragment: Fragment, part: BucketSlice, group: DataParalle
         if not isinstance(value, Tensor):
             return value
         local = local_part(value).clone()
-        return Unlaid(local, tuple(value.shape) == shown.shape) if isinstance(value, DTensor) else local
+        alike = tuple(value.shape) == shown.shape or not cut_along_experts(fragment.view.source)
+        return Unlaid(local, alike) if isinstance(value, DTensor) else local
 
     def laid(value: Any) -> Any:
         if not isinstance(value, Unlaid):

@@ -409,8 +409,8 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
     """Raise unless every rank found what this rank found, reads the same numbers, and can take the steps.
 
     What any session found is announced to every set of ranks that shares tasks of one of them: the others may share
-    none, and ranks that step without this one would wait for it in the middle of the step. New code is announced to the
-    ranks that share it alone, because others may have tasks of other names.
+    none, and ranks that step without this one would wait for it in the middle of the step. Names are for the ranks that
+    share the tasks, because others may have tasks of other names. New code is announced to these alone.
     """
     changes = [own.change for own in found if own.change is not None]
     error = next((own.error for own in found if own.error is not None), None)

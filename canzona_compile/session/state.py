@@ -26,7 +26,7 @@ from canzona_compile.compat.optimizer_class import HeldOptimizer
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import portable_of
 from canzona_compile.errors import CanzonaError, some
-from canzona_compile.ir.layout import Box, Layout, Shape, laid_out_by_entries, laid_out_like
+from canzona_compile.ir.layout import Box, Layout, Shape, dtensor_layout, laid_out_by_entries, laid_out_like
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.ir.storage import Stored, opened
@@ -239,6 +239,7 @@ class StateStore:
                 hint="load a checkpoint of this optimizer",
             )
         param, key = self.params[task.name], (task.name, leaf.name)
+        value = self._own_entries(self.plan.bound[task.name], leaf, value)
         if not self.is_resident(leaf, task.name):
             local = self._own_fragment(task, leaf, value, param)
             held = self.fragments[key] = kept(leaf, local)
@@ -251,9 +252,19 @@ class StateStore:
         else:
             write(state, path, None, structure)
 
+    def _own_entries(self, bound: BoundParam, leaf: Leaf, value: Tensor) -> Tensor:
+        """What this rank's entries of a stack have of a whole leaf, as an unwrapped optimizer has it."""
+        stack = bound.param if bound.division is None else bound.division.source
+        entries = bound.stacked and bound.spec.part and value.shape[:1] == stack.shape[:1] != leaf.shape[:1]
+        if not entries or isinstance(value, DTensor) or not isinstance(stack, DTensor):
+            return value
+        layout = dtensor_layout(stack, self.rank)
+        first = layout.boxes[layout.grid.find(self.rank)[1]].start[0]
+        return value[first : first + leaf.shape[0]].clone(memory_format=torch.preserve_format)
+
     def _own_fragment(self, task: Task, leaf: Leaf, value: Tensor, param: Tensor) -> Tensor:
         expected = self._fragment_shape(task, leaf)
-        whole = bool(leaf.shape) and value.shape == param.shape == task.shape
+        whole = bool(leaf.shape) and tuple(value.shape) == task.shape == leaf.shape
         if isinstance(value, DTensor) and leaf.shape != task.shape:  # what each entry of a stack has
             value = local_part(value)
         elif isinstance(param, DTensor) and (whole or isinstance(value, DTensor)):
@@ -446,9 +457,8 @@ def like_param(local: Tensor, bound: BoundParam, leaf: Leaf) -> Tensor:
     param, task = bound.param, bound.task
     if leaf.shape == task.shape or not isinstance(param, DTensor):
         return laid_out_like(local, param, stride=leaf.stride) if leaf.shape else local
-    held = param._local_tensor.shape[:1]
-    entries = bound.stacked and leaf.shape[:1] == task.shape[:1] == held and leaf.name not in (bound.kind.shared or ())
-    return laid_out_by_entries(local, param) if entries else local
+    entries = bound.stacked and bound.spec.part and leaf.name not in (bound.kind.shared or ())
+    return laid_out_by_entries(local, param) if entries and leaf.shape[:1] == task.shape[:1] else local
 
 
 def whole_leaf(

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import NamedTuple
@@ -59,16 +59,16 @@ class StepChange:
 
     Attributes:
         text: what changed. Ranks compare it, and errors show it. Ranks that saw the same change have the same text.
-        among: by set of ranks, the part of it that these share, if others may see other parts; None if nobody does.
+        among: by set of ranks, the text for those that share what changed, with its names, in place of `text`.
     """
 
     kind: ChangeKind
     text: str
-    among: Mapping[Ranks, str] | None = None
+    among: Mapping[Ranks, str] = field(default_factory=dict)
 
     def seen_by(self, ranks: Ranks) -> str:
         """What these ranks have to see alike; empty if nothing of it concerns them."""
-        return self.text if self.among is None else self.among.get(ranks, "")
+        return self.among.get(ranks, self.text)
 
     @classmethod
     def replan(cls, reason: str) -> StepChange:
@@ -235,13 +235,11 @@ class StepDriver:
         if self._assignment == self.variants.assignment:
             return
         self._assignment = self.variants.assignment
-        found: dict[Ranks, dict[tuple[str, int], list[str]]] = {}
+        found: dict[Ranks, list[tuple[str, int, Names]]] = {}
         for template, label, names in self._assignment:
-            for name in filter(self._shared.__contains__, names):
-                found.setdefault(self._shared[name], {}).setdefault((template, label), []).append(name)
-        self._shared_assignment = {
-            ranks: tuple((*key, tuple(names)) for key, names in own.items()) for ranks, own in found.items()
-        }
+            for ranks, own in self._by_ranks(names).items():
+                found.setdefault(ranks, []).append((template, label, tuple(own)))
+        self._shared_assignment = {ranks: tuple(own) for ranks, own in found.items()}
 
     def numbers(self) -> dict[Ranks, str]:
         """Describe the numbers that the next step reads, for each set of ranks that shares tasks."""
@@ -253,19 +251,28 @@ class StepDriver:
 
     def _change(self) -> StepChange | None:
         """Describe how the next step differs from earlier ones in what other ranks share with this one."""
-        if anew := [n for n in self._next.fresh if n in self._shared and n in self._stepped]:
-            return StepChange(ChangeKind.PRESENCE, f"the state of {', '.join(anew)} was cleared")
+        if anew := self._by_ranks(n for n in self._next.fresh if n in self._stepped):
+            told = {ranks: f"the state of {', '.join(names)} was cleared" for ranks, names in anew.items()}
+            return StepChange(ChangeKind.PRESENCE, "state that others share was cleared", told)
         if self._next != self._agreed:
             here, before = ({*step.ready, *step.fresh} for step in (self._next, self._agreed))
-            if (here ^ before) & self._shared.keys():
-                missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
-                return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")
+            if changed := self._by_ranks(here ^ before):
+                bare = self._by_ranks(t.name for t in self.plan.owned.tasks if t.name not in here)
+                told = {ranks: f"no gradient for {', '.join(bare.get(ranks, ())) or 'none'}" for ranks in changed}
+                return StepChange(ChangeKind.PRESENCE, "no gradient for some that others share, or again one", told)
         told = {
             ranks: f"new code for {', '.join(f'{names[0]} and {len(names) - 1} more' for _, _, names in own)}"
             for ranks, own in self._shared_assignment.items()
             if (ranks, own) not in self._met
         }
-        return StepChange(ChangeKind.VARIANTS, "; ".join(told.values()), told) if told else None
+        return StepChange(ChangeKind.VARIANTS, "", told) if told else None
+
+    def _by_ranks(self, names: Iterable[str]) -> dict[Ranks, list[str]]:
+        """Those of these tasks that other ranks share, by the ranks that do."""
+        found: dict[Ranks, list[str]] = {}
+        for name in filter(self._shared.__contains__, names):
+            found.setdefault(self._shared[name], []).append(name)
+        return found
 
     # -- the step ------------------------------------------------------------------------------------
 

@@ -244,6 +244,7 @@ class SharedNumbers:
         for task in shared:
             ranks = self._ranks_of[task.name] = tuple(sorted(task.layout.grid.members()))
             self._first.setdefault(ranks, {}).setdefault(task.param_group, task.name)
+        self._firsts: dict[Names, dict[Ranks, str]] = {}  # by the tasks of a cohort, the first one of each set of ranks
 
     def text(self, groups: Sequence[dict[str, Any]], cohorts: Sequence[SameCounters]) -> dict[Ranks, str]:
         """Describe the numbers of a step by set of ranks, one line for each parameter group and cohort."""
@@ -253,11 +254,16 @@ class SharedNumbers:
         }
         for cohort in cohorts:
             numbers = f"{described(cohort.scalars)} {described(cohort.counters)}"
-            for name in cohort.tasks:
-                if (ranks := self._ranks_of.get(name)) is not None:
-                    found[ranks].append(f"{name} reads {numbers}")
-                    break
-        return {ranks: "\n".join(lines) for ranks, lines in found.items()}
+            for ranks, name in self._first_of_each(cohort.tasks).items():
+                found[ranks].append(f"{name} reads {numbers}")
+        # Ranks may have cohorts in another order, because of tasks that others share.
+        return {ranks: "\n".join(sorted(lines)) for ranks, lines in found.items()}
+
+    def _first_of_each(self, tasks: Names) -> dict[Ranks, str]:
+        if tasks not in self._firsts:
+            shared = [(self._ranks_of[name], name) for name in tasks if name in self._ranks_of]
+            self._firsts[tasks] = dict(reversed(shared))
+        return self._firsts[tasks]
 
 
 def described(values: Any) -> str:

@@ -19,6 +19,7 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.fx_utils import pointwise
 from canzona_compile.ir.step import Template
+from canzona_compile.tensors import local_part
 
 
 def cut_along_experts(param: Tensor) -> bool:
@@ -51,10 +52,9 @@ def state_of_entries(state: Mapping[str, Any] | None, entries: int, part: int) -
     """
 
     def resized(leaf: Any) -> Any:
-        if isinstance(leaf, DTensor) and leaf.shape[:1] == (entries,):
-            return leaf._local_tensor.new_empty_strided(
-                (part, *leaf.shape[1:]), (math.prod(leaf.shape[1:]), *leaf.stride()[1:])
-            )
+        if isinstance(leaf, Tensor) and leaf.shape[:1] == (entries,):
+            stride = math.prod(leaf.shape[1:]), *leaf.stride()[1:]
+            return local_part(leaf).new_empty_strided((part, *leaf.shape[1:]), stride)
         return leaf
 
     return pytree.tree_map(resized, dict(state)) if state else None

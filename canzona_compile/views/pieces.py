@@ -117,7 +117,7 @@ class PiecesView(ParamView):
         if own is None or not isinstance(value, Tensor) or not value.ndim:
             return value
         held = local_part(value)
-        whole = held is value and len(held) == len(self.source)
+        whole = not isinstance(value, DTensor) and len(held) == len(self.source)
         return held.narrow(0, own[0] + whole * self.box.start[0], own[1]).clone(memory_format=torch.preserve_format)
 
     def _apart(

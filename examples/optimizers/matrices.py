@@ -29,27 +29,19 @@ class MatrixOptimizer(Optimizer):
         ValueError: a parameter has fewer than two dims.
     """
 
-    matrix_dims: ClassVar[int]
+    matrix_dims: ClassVar[int] = 2
     updates_at_once: ClassVar[bool] = True  # whether the first gradient makes an update, and not the state alone
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, if all of its parameters are matrices or stacks of them."""
-        dims = param_group.get("matrix_dims", 2)
-        if type(dims) is not int or dims < 2:
-            raise ValueError(f"matrix_dims={dims!r} is not an integer of at least 2")
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            if param.ndim < 2:
-                self.param_groups.pop()
-                kind = type(self).__name__
-                raise ValueError(f"{kind} takes matrices and stacks of matrices, not shape {list(param.shape)}")
+        add_matrices(self, super().add_param_group, param_group)
 
     def first_state(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a matrix [m, n], as its first gradient finds it."""
         raise NotImplementedError
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Step one matrix [m, n], and write its new state into `state`."""
+        """Step one matrix [m, n]: change it and the tensors of `state` in place, and put its numbers into `state`."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -88,15 +80,30 @@ class MatrixOptimizer(Optimizer):
         if new and not self.updates_at_once:
             return
         held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        for name in [name for name, value in held.items() if stack.flattens and not value.is_contiguous()]:
+            state[name] = held[name] = held[name].contiguous()  # a checkpoint may have it in channels_last, too
         tensors = {name: stack.entries(value, stack.is_alike(value)) for name, value in held.items()}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         states = [{**numbers, **{name: values[i] for name, values in tensors.items()}} for i in range(len(pairs))]
-        states = states or [{**self.first_state(*some[0], group), **numbers}]
+        states = states or [{**numbers, **{name: stack.of_none(value) for name, value in held.items()}}]
         for pair, one in zip(some, states, strict=True):
             self.update(*pair, one, group)
         state.update({name: states[0][name] for name in numbers})
         if copied:
             param.copy_(own)
+
+
+def add_matrices(optimizer: Optimizer, add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:
+    """Let `add` add a parameter group to an optimizer, if all of its parameters are matrices or stacks of them."""
+    dims = param_group.get("matrix_dims", 2)
+    if type(dims) is not int or dims < 2:
+        raise ValueError(f"matrix_dims={dims!r} is not an integer of at least 2")
+    add(param_group)
+    for param in optimizer.param_groups[-1]["params"]:
+        if param.ndim < 2:
+            optimizer.param_groups.pop()
+            kind = type(optimizer).__name__
+            raise ValueError(f"{kind} takes matrices and stacks of matrices, not shape {list(param.shape)}")
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,10 @@ class MatrixStack:
     def is_alike(self, value: Tensor) -> bool:
         """Whether a tensor of the state has the shape of the parameter."""
         return tuple(value.shape) == (*self.lead, *self.one)
+
+    def of_none(self, value: Tensor) -> Tensor:
+        """What a matrix of zeros would have in place of a tensor of a stack of no matrices."""
+        return value.new_zeros(self.matrix if self.is_alike(value) else value.shape[len(self.lead) :])
 
     def joined(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of the stack from those of its matrices: tensors lie one after the other, each as it lay alone."""

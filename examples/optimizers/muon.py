@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.optimizers.matrices import add_matrices
+
 STEP = inspect.unwrap(torch.optim.Muon.step)  # without the hooks, which the step around it has
 
 
@@ -44,14 +46,7 @@ class Muon(torch.optim.Muon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, if Muon takes all of its parameters."""
-        dims = param_group.get("matrix_dims", self.matrix_dims)
-        if type(dims) is not int or dims < 2:
-            raise ValueError(f"matrix_dims={dims!r} is not an integer of at least 2")
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            if param.ndim < 2:
-                self.param_groups.pop()
-                raise ValueError(f"Muon takes matrices and stacks of matrices, not shape {list(param.shape)}")
+        add_matrices(self, super().add_param_group, param_group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

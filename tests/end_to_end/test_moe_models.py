@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from canzona_compile import hidden_matrices, optimizer_for
-from canzona_compile.api.whole_model import MUON, chained
+from canzona_compile.api.whole_model import MUON, chained, in_groups, tells_sides_apart
 from canzona_compile.ir.split import rows_of
 from canzona_compile.optimizers import KLSOAP, SOAP, KLShampoo, NorMuon, Shampoo
 from tests.data_parallel.models import different
@@ -146,6 +146,7 @@ class Unsharded:
     def __init__(self, kind: str, name: str, sharded: nn.Module) -> None:
         self.model, splits = moe_model(name), hidden_matrices(sharded, batch_dims=True).splits
         choice = hidden_matrices(self.model, batch_dims=True)
+        turned = choice.rows_are_inputs if tells_sides_apart(KINDS[kind]) else frozenset[str]()
         self.parts: list[tuple[nn.Parameter, int, Tensor, nn.Parameter]] = []  # whole, dim, rows of a part, the part
         matrices: list[tuple[str, nn.Parameter]] = []
         for own, param in choice.matrices:
@@ -156,7 +157,8 @@ class Unsharded:
                 self.parts.append((param, split.dim, rows, part))
                 matrices.append((f"{own}[{key}]", part))
             matrices += [(own, param)] if split is None else []
-        self.optimizer = chained(matrices, choice.others, partial(KINDS[kind], lr=LR), ADAMW)
+        given = {own: {"rows_are_inputs": True} if own.partition("[")[0] in turned else {} for own, _ in matrices}
+        self.optimizer = chained(in_groups(matrices, given), choice.others, partial(KINDS[kind], lr=LR), ADAMW)
 
     def step(self, grads: dict[str, Tensor]) -> None:
         give(self.model, grads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from canzona_compile import CanzonaError, Split, muon_adamw, optimizer_for, wrap
 from canzona_compile.errors import UnsupportedOptimizer
@@ -142,6 +144,99 @@ def conv1d() -> None:
         expected.step()
     assert torch.equal(gathered(own[0].weight), weight.detach())
     assert [group.get("rows_are_inputs", False) for group in optimizer.param_groups] == [False, True, False]
+
+
+@pytest.mark.parametrize("kind", ["SOAP", "NorMuon"])
+def test_state_of_a_convolution_may_be_in_channels_last(kind: str) -> None:
+    (one,), (other,) = parameters([(8, 3, 3, 2)]), parameters([(8, 3, 3, 2)])
+    both = [OTHERS[kind]([{"params": [param], "matrix_dims": 4}]) for param in (one, other)]
+    for step in range(4):
+        for param, optimizer in zip((one, other), both, strict=True):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        for name, value in both[1].state[other].items() if step == 1 else ():
+            if isinstance(value, torch.Tensor) and value.ndim == 4:
+                both[1].state[other][name] = value.to(memory_format=torch.channels_last)
+    assert torch.equal(one, other)
+
+
+SHARED: tuple[tuple[int, ...], ...] = ((5, 16, 24), (1, 24, 16), (4, 24, 24), (16, 24))
+PLACES: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+    "entries": ((2,), [Shard(0)]),
+    "entries, cut": ((2, 2), [Shard(0), Shard(1)]),
+    "cut": ((2,), [Shard(1)]),
+}
+
+
+class Beside:
+    """SOAP of some stacks and a matrix in a layout, which several sets of ranks share, beside the plain one."""
+
+    def __init__(self, places: str) -> None:
+        sizes, self.placements = PLACES[places]
+        self.mesh = mesh_of(sizes, ("a", "b")[: len(sizes)])
+        self.plain = [nn.Parameter(one.detach().clone()) for one in parameters(list(SHARED))]
+        self.own = [nn.Parameter(self.laid(one.detach())) for one in self.plain]
+        makers = [partial(OTHERS["SOAP"], [(f"p{i}", p) for i, p in enumerate(own)]) for own in (self.plain, self.own)]
+        self.expected, self.wrapped = makers[0](), wrap(makers[1]())
+
+    def laid(self, value: torch.Tensor) -> DTensor:
+        """The matrix is shared by all ranks."""
+        every = self.placements if value.ndim > 2 else [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
+        return distribute_tensor(value.clone(), self.mesh, every, src_data_rank=None)
+
+    def step(self, number: int, without: int | None = None) -> None:
+        for i, (plain, own) in enumerate(zip(self.plain, self.own, strict=True)):
+            grad = torch.randn(plain.shape, generator=torch.Generator().manual_seed(10 * number + i))
+            plain.grad, own.grad = (None, None) if i == without else (grad, self.laid(grad))
+        self.expected.step()
+        self.wrapped.step()
+
+    def different(self) -> list[str]:
+        pairs = zip(self.plain, self.own, strict=True)
+        found = [str(i) for i, (plain, own) in enumerate(pairs) if not torch.equal(gathered(own), plain.detach())]
+        state = self.wrapped.state_dict()["state"]
+        for i, own in self.expected.state_dict()["state"].items():
+            for name, value in own.items():
+                saved = state[i][name]
+                if not alike(gathered(saved) if isinstance(saved, DTensor) else saved, value):
+                    found.append(f"{i} {name}")
+        return found
+
+
+def alike(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(other, torch.Tensor) else bool(one == other)
+
+
+def plain_state(places: str) -> tuple[list[str], list[str]]:
+    """Load what a plain optimizer has saved; what differs then, and the classes of what ranks save."""
+    beside = Beside(places)
+    for step in range(6):
+        if step == 3:
+            beside.wrapped.load_state_dict(beside.expected.state_dict())
+        beside.step(step)
+    saved = beside.wrapped.state_dict()["state"]
+    kinds = [f"{i} {name} {type(value).__name__}" for i, own in saved.items() for name, value in own.items()]
+    return beside.different(), kinds
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_plain_state_goes_into_entries_of_ranks(places: str) -> None:
+    ranks = math.prod(PLACES[places][0])
+    told = run(ranks, plain_state, places)
+    assert [different for different, _ in told] == [[]] * ranks
+    assert len({tuple(kinds) for _, kinds in told}) == 1
+
+
+def without_gradients() -> list[str]:
+    """A stack has no gradient on any rank for a step, whose matrices have other names on other ranks."""
+    beside = Beside("entries, cut")
+    for step in range(5):
+        beside.step(step, without=0 if step in (2, 3) else None)
+    return beside.different()
+
+
+def test_a_stack_without_a_gradient_on_all_ranks() -> None:
+    assert run(4, without_gradients) == [[]] * 4
 
 
 @pytest.mark.parametrize("kind", OTHERS)
