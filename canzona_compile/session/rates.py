@@ -35,7 +35,7 @@ STEP = 1.25
 LONG = 0.015  # seconds of an exchange or a product that is long enough
 SIZES = (32, 128, 512, 2048)  # of products and decompositions, as far as they are not longer than LONG by much
 FIRST, LARGEST = 2**16, {"cpu": 2**24, "cuda": 2**26}  # bytes that a rank exchanges
-TINY = 8  # exchanges of the smallest size, whose median is the latency
+TINY = 8  # exchanges of the smallest size, of which the shortest is the latency: others wait for a core
 ROUNDS = 4  # after which ranks of sets that share members, through up to so many others, know the slowest of all
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that are not measured
 BESIDE = 256  # rows and columns of the products beside an exchange
@@ -297,7 +297,7 @@ class LinkTimer:
     def link(self) -> tuple[dict[str, float], Callable[[], Any], float]:
         """The latency and the seconds per byte, the longest exchange, and its seconds."""
         ranks, smallest = self.group.size(), self.exchange(1)
-        latency = sorted(self.agreed(*(self.timed(smallest) for _ in range(TINY))))[TINY // 2]
+        latency = min(self.agreed(*(self.timed(smallest) for _ in range(TINY))))
         size, points = FIRST, [(0.0, latency)]
         while True:
             start = self.exchange(size)
