@@ -72,7 +72,7 @@ class Choice(Printable):
     matrices: NamedParams = field(compare=False)
     others: NamedParams = field(compare=False)
     convolutions: frozenset[str] = frozenset()
-    rows_are_inputs: frozenset[str] = frozenset()
+    rows_are_inputs: frozenset[str] = field(compare=False, default_factory=frozenset)
     splits: Mapping[str, Split] = field(compare=False, default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def hidden_matrices(
             why = words if why == "hidden matrix" else f"{why}; {words}"
         if kind == "matrix" and survey.rows_are_inputs(param):
             turned.add(name)
-            why += "; rows are inputs"
+            why += "" if words else "; rows are inputs"
         rows.append(Row(name, tuple(param.shape), kind, why, given.get(name, {})))
     chosen: dict[str, NamedParams] = {
         kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS

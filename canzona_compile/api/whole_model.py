@@ -329,7 +329,7 @@ def try_arguments(optimizer: Optimizer, row: Row, call: str) -> None:
     wanted = {**optimizer.defaults, **row.group}
     given = {key: value for key, value in wanted.items() if (key in taken or rest) and key not in OF_SHAPES}
     try:
-        kind([nn.Parameter(torch.empty(2, 2))], **given)
+        kind([nn.Parameter(torch.empty(2, 2, device="cpu"))], **given)
     except TypeError:  # it wants arguments that are no defaults
         return
     except Exception as error:  # whatever else a constructor raises

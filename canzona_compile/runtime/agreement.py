@@ -150,7 +150,8 @@ class Agreement:
                 if topic == "plan":
                     answers = [json.loads(text) for text in self.channel.start(doing, json.dumps(by_topic)).result()]
                 by_rank = dict(zip(self.ranks, answers, strict=True))
-                raise disagreement(call, topic, {rank: own.get(topic, "") for rank, own in by_rank.items()})
+                shown = "said" if topic == "change" else topic  # with names that not all ranks compare
+                raise disagreement(call, topic, {rank: own.get(shown, "") for rank, own in by_rank.items()})
         return answers
 
     def share(self, text: str, error: CanzonaError | None = None) -> list[str]:

@@ -429,8 +429,10 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
             own = holders[ranks]
             assert own._agreements is not None
             others = "".join(f" with {other.optimizer_name}" for other in sessions if other is not own)
-            change = "; ".join(filter(None, (own.seen_by(ranks) for own in changes)))
-            details = {"change": change, "numbers": "\n".join(numbers[ranks]), "nonfinite": "yes" if skips else ""}
+            seen = [own for own in changes if own.seen_by(ranks)]
+            change, said = ("; ".join(texts) for texts in ([c.seen_by(ranks) for c in seen], [c.text for c in seen]))
+            details = {"change": change, "said": said, "numbers": "\n".join(numbers[ranks])}
+            details["nonfinite"] = "yes" if skips else ""
             with during(own.measuring.clock, "agree"):
                 verdict, told = own._agreements.settle(ranks, f"step(){others}", details, error)
             error = error or verdict

@@ -58,17 +58,19 @@ class StepChange:
     """A change that ranks compare before they go on.
 
     Attributes:
-        text: what changed. Ranks compare it, and errors show it. Ranks that saw the same change have the same text.
-        among: by set of ranks, the text for those that share what changed, with its names, in place of `text`.
+        text: what changed. Errors show it.
+        among: by set of ranks that share some of what changed, the part that they share. Others have other names.
+        elsewhere: what all other ranks see of it; empty if it does not concern them. None if everybody sees `text`.
     """
 
     kind: ChangeKind
     text: str
     among: Mapping[Ranks, str] = field(default_factory=dict)
+    elsewhere: str | None = None
 
     def seen_by(self, ranks: Ranks) -> str:
-        """What these ranks have to see alike; empty if nothing of it concerns them."""
-        return self.among.get(ranks, self.text)
+        """What these ranks compare: if they saw the same change, they have the same text."""
+        return self.among.get(ranks, self.text if self.elsewhere is None else self.elsewhere)
 
     @classmethod
     def replan(cls, reason: str) -> StepChange:
@@ -253,19 +255,19 @@ class StepDriver:
         """Describe how the next step differs from earlier ones in what other ranks share with this one."""
         if anew := self._by_ranks(n for n in self._next.fresh if n in self._stepped):
             told = {ranks: f"the state of {', '.join(names)} was cleared" for ranks, names in anew.items()}
-            return StepChange(ChangeKind.PRESENCE, "state that others share was cleared", told)
+            return StepChange(ChangeKind.PRESENCE, "; ".join(told.values()), told, "state was cleared")
         if self._next != self._agreed:
             here, before = ({*step.ready, *step.fresh} for step in (self._next, self._agreed))
             if changed := self._by_ranks(here ^ before):
                 bare = self._by_ranks(t.name for t in self.plan.owned.tasks if t.name not in here)
                 told = {ranks: f"no gradient for {', '.join(bare.get(ranks, ())) or 'none'}" for ranks in changed}
-                return StepChange(ChangeKind.PRESENCE, "no gradient for some that others share, or again one", told)
+                return StepChange(ChangeKind.PRESENCE, "; ".join(told.values()), told, "other gradients are there")
         told = {
             ranks: f"new code for {', '.join(f'{names[0]} and {len(names) - 1} more' for _, _, names in own)}"
             for ranks, own in self._shared_assignment.items()
             if (ranks, own) not in self._met
         }
-        return StepChange(ChangeKind.VARIANTS, "", told) if told else None
+        return StepChange(ChangeKind.VARIANTS, "; ".join(told.values()), told, "") if told else None
 
     def _by_ranks(self, names: Iterable[str]) -> dict[Ranks, list[str]]:
         """Those of these tasks that other ranks share, by the ranks that do."""

@@ -39,7 +39,8 @@ def said(model: nn.Module) -> dict[str, str]:
     """What is said of fused weights, by name."""
     rows = hidden_matrices(model, batch_dims=True).rows
     found = {row.name: row.why.rpartition("; ")[2] for row in rows if row.kind == "matrix"}
-    return {name: words for name, words in found.items() if not words.startswith(("hidden matrix", "stack of"))}
+    bare = "hidden matrix", "stack of", "rows are inputs"
+    return {name: words for name, words in found.items() if not words.startswith(bare)}
 
 
 # -- forms ---------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def test_json_has_the_fields_of_schema_1() -> None:
     names += (
         " collectives_per_step wire_bytes_per_element imbalance predicted_seconds templates micro_groups tasks loads"
     )
-    names += " local fallbacks bits suggestions schedule profile data_parallel measured state"
+    names += " local fallbacks bits suggestions schedule profile data_parallel measured state skipped_steps"
     assert set(found) == set(names.split())
     parts = {
         "tasks": "name shape template layout owner micro_group strategy flops reason",

@@ -24,7 +24,7 @@ from canzona_compile.runtime import process_groups
 from canzona_compile.session import rates
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full
-from tests.harness.marks import first
+from tests.harness.marks import crossed, first
 from tests.harness.mistakes import attempt
 from tests.harness.optimizers import rates_measured, share_captures
 from tests.harness.ranks import run
@@ -87,8 +87,7 @@ def measured(make: Make, case: Case) -> tuple[str, str, str, list[Tensor]]:
     return found.to_json(), plan.to_json(), follower.canzona.plan().to_json(), weights
 
 
-@pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("hsdp", (2, 2))], ids=str)
-@pytest.mark.parametrize("make", [muon, soap])
+@pytest.mark.parametrize(("make", "case"), crossed([muon, soap], [Case("fsdp", (2,)), Case("hsdp", (2, 2))]), ids=str)
 def test_all_ranks_find_the_same_and_compute_the_bits_of_the_plain_optimizer(make: Make, case: Case) -> None:
     expected = plain_steps(make)
     (found, plan, followed, _), *_ = told = run(case.world, measured, make, case, after=partial(plain_steps, make))

@@ -48,13 +48,15 @@ def test_missing_gradients_change_what_shared_tasks_take_part() -> None:
     first, second = driver.store.params
     params_of(pair.wrapped)[0].grad = None
     assert driver.look() is None
-    driver._shared = {first, second}
-    assert driver.look() == StepChange(ChangeKind.PRESENCE, f"no gradient for {first}")
+    driver._shared = dict.fromkeys((first, second), (0, 1))
+    text = f"no gradient for {first}"
+    assert driver.look() == StepChange(ChangeKind.PRESENCE, text, {(0, 1): text}, "other gradients are there")
 
 
 def test_new_variants_of_shared_tasks_are_a_change_once() -> None:
     _, driver = stepped()
-    driver._shared, driver._met = set(driver.store.params), set()
+    driver._shared, driver._met = dict.fromkeys(driver.store.params, (0, 1)), set()
+    driver._assignment = ()
     change = driver.look()
     assert change is not None
     assert change.kind is ChangeKind.VARIANTS

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # These cannot be given: the layout of `verify` decides `replicate` and leaves no plain fragments; the plain optimizer
 # neither staggers nor splits parameters, so there would be nothing to compare with; and the CPU has no CUDA graphs.
-NOT_GIVEN = {"replicate", "layout", "stagger", "split", "cuda_graphs"}
+NOT_GIVEN = {"replicate", "layout", "skip_nonfinite", "stagger", "split", "cuda_graphs"}
 HOW = ("eager", "local")  # ways that have a reason, as fields of `Verification`
 OPTIONS = sorted(WrapOptions.__optional_keys__ - NOT_GIVEN)
 
