@@ -95,7 +95,7 @@ class Survey:
         """Tell whether matrices of a weight are [inputs, outputs], as GPT-2's, and experts' of some models."""
         module = self.modules[self.sites[id(param)][0].path]
         if param.ndim == 2:
-            return class_name(module) == "Conv1D"
+            return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
         return param.ndim == 3 and (getattr(module, "is_transposed", False) is True or "Llama4" in class_name(module))
 
     def is_router(self, site: Site, outputs: int) -> bool:

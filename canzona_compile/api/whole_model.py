@@ -249,9 +249,10 @@ def built(
     flat = choice.convolutions if takes_stacks(kinds[0]) else frozenset[str]()
     given = {row.name: dict(row.group) for row in choice.rows}
     for name, param in choice.matrices:
-        given[name] |= {"matrix_dims": param.ndim} if name in flat else {}
-    for name in choice.rows_are_inputs if tells_sides_apart(kinds[0]) else ():
-        given[name] |= {"rows_are_inputs": True}
+        if name in flat:
+            given[name].setdefault("matrix_dims", param.ndim)
+        if name in choice.rows_are_inputs and tells_sides_apart(kinds[0], given[name]):
+            given[name].setdefault("rows_are_inputs", True)
     made = chained(in_groups(choice.matrices, given), in_groups(choice.others, given), *kinds)
     check_known(call, choice, made)
     first = made.optimizers[0]
@@ -305,9 +306,9 @@ def check_known(call: str, choice: Choice, made: Chain) -> None:
 
     Torch would ignore the one, and check the other of arguments alone, so each argument is tried on a small matrix.
     """
-    tried: set[str] = set()
     for named, optimizer in zip((choice.matrices, choice.others), made.optimizers, strict=False):
         names = {name for name, _ in named}
+        tried: list[Mapping[str, Any]] = [{}]
         known = {*optimizer.defaults, *(OF_SHAPES if hasattr(plain_class(optimizer), "matrix_dims") else ())}
         for row in (row for row in choice.rows if row.name in names):
             if unknown := sorted(row.group.keys() - known):
@@ -316,8 +317,8 @@ def check_known(call: str, choice: Choice, made: Chain) -> None:
                     at=f"{call}: {row.name}",
                     hint=f"it has {', '.join(sorted(known))}",
                 )
-            if (text := f"{names} {row.group}") not in tried:
-                tried.add(text)
+            if not any(same(row.group, own) for own in tried):
+                tried.append(row.group)
                 try_arguments(optimizer, row, call)
 
 
@@ -345,10 +346,10 @@ def takes_stacks(made_by: MakesOptimizer) -> bool:
     return hasattr(made_by.func if isinstance(made_by, partial) else made_by, "matrix_dims")
 
 
-def tells_sides_apart(made_by: MakesOptimizer) -> bool:
-    """Whether it makes one of our optimizers to which a matrix is not what its transpose is."""
+def tells_sides_apart(made_by: MakesOptimizer, group: Mapping[str, Any]) -> bool:
+    """Whether it makes one of our optimizers to which a matrix of a group is not what its transpose is."""
     kind, given = (made_by.func, made_by.keywords) if isinstance(made_by, partial) else (made_by, {})
-    return kind is NorMuon or (kind is Muon and given.get("adjust_lr_fn") != "match_rms_adamw")
+    return kind is NorMuon or (kind is Muon and {**given, **group}.get("adjust_lr_fn") != "match_rms_adamw")
 
 
 def splits_in(made: Chain, model: nn.Module, choice: Choice, options: Mapping[str, Any]) -> dict[str, Split]:

@@ -32,7 +32,7 @@ from canzona_compile.replica.twin import check_step_signature
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.session.params import named_params
 from canzona_compile.session.planning import plan_together
-from canzona_compile.session.session import Session
+from canzona_compile.session.session import SKIPPED, Session
 from canzona_compile.views.given_layout import check_layout_patterns
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -259,6 +259,7 @@ def unwrap(optimizer: Opt) -> Opt:
 def detach(optimizer: Optimizer) -> None:
     """Give a wrapped optimizer with portable state its old class."""
     optimizer.__class__ = plain_class(optimizer)
+    optimizer.param_groups[0].pop(SKIPPED, None)
     del optimizer.canzona  # type: ignore[attr-defined]
     rebind_scheduled_step(optimizer)
 

@@ -99,7 +99,8 @@ class Zero1:
         self._scalings: list[str] = []  # of the gradients that were reduced last
         self._scaled = 0  # the number of those gradients
         self._used = 0  # the number of the gradients that an optimizer has stepped with
-        self._finite = True  # whether what this rank owns of those is finite, if anybody asked
+        self._asked = 0  # the number of the gradients of which is known whether they are finite
+        self._finite = True  # whether what this rank owns of those is
         self._state = ""  # what the ranks compare about the state of the optimizer that steps
         self._announcing = False  # whether this step was announced
         self._agreed = False  # whether all ranks take this step, and it is not over
@@ -189,7 +190,8 @@ class Zero1:
 
     def _are_finite(self) -> bool:
         """Whether what this rank owns of all gradients is finite; an optimizer's step may write to them."""
-        if self._used != self.reduction.number:
+        if self._asked != self.reduction.number:
+            self._asked = self.reduction.number
             grads = (fragment.param.grad for fragment in self.fragments.values())
             self._finite = finite(part for g in grads if isinstance(g, ReducedGradient) for part in g.parts)
         return self._finite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -43,7 +43,6 @@ class OwnerSession(Session):
     lost_in_copies: ClassVar[str] = "copies of an optimizer lose zero1, because a copy of the model has no buckets"
     holds: ClassVar[str] = "what it owns"
     may_move_owners: ClassVar[bool] = False
-    hears_by_tasks: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -87,6 +86,14 @@ class OwnerSession(Session):
             wanted = self.options.skip_nonfinite
             self.skips = self._engine.begun(self.member, self.measuring.text, skips_nonfinite=wanted)
         return driver
+
+    def heard_by(self) -> Iterable[Ranks]:
+        """The ranks that step together."""
+        return [self._engine.agreement.ranks]
+
+    def nonfinite(self) -> bool:
+        """The engine asks, of what all optimizers have."""
+        return False
 
     def state_text(self) -> str:
         """What users did to the state, which they have to do on all ranks. Raises if they replaced some of it."""

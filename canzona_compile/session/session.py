@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -66,7 +66,6 @@ class Session(PlannedSession):
     lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
     holds: ClassVar[str] = "its fragment"  # the part of a parameter that a rank has, for reports
     may_move_owners: ClassVar[bool] = True  # whether its options decide which rank owns which matrix
-    hears_by_tasks: ClassVar[bool] = True  # whether ranks hear of each other's gradients as they settle shared tasks
 
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "", capture: Capture | None = None) -> None:
         super().__init__(optimizer, options, capture)
@@ -77,8 +76,8 @@ class Session(PlannedSession):
         self._ready: StepDriver | None = None  # takes the next step, which all ranks have agreed on
         self._plans_anew = False  # whether ranks did not agree on the last step, so that all of them plan again
         self.skips = False  # whether some rank's gradients of the step that is ready are not finite
-        if options.skip_nonfinite:
-            optimizer.param_groups[0].setdefault(SKIPPED, 0)
+        if "param_groups" in vars(optimizer):  # a copy gets them later
+            self._count_skipped()
 
     def step(self) -> bool:
         """Update all parameters once, and measure that if it is wanted.
@@ -97,10 +96,15 @@ class Session(PlannedSession):
             return False
         with self.ready() as driver, self.telling():
             if self.skips:
-                first = self.optimizer.param_groups[0]
-                first[SKIPPED] = first.get(SKIPPED, 0) + 1  # a checkpoint may lack it
+                self._count_skipped(1)
                 return False
             return driver.step() and driver.last is not None
+
+    def _count_skipped(self, more: int = 0) -> None:
+        """Count skipped steps, also after a checkpoint that has no count."""
+        if self.options.skip_nonfinite:
+            first = self.optimizer.param_groups[0]
+            first[SKIPPED] = first.get(SKIPPED, 0) + more
 
     def takes_dummy_step(self) -> bool:
         """Tell whether torch.distributed.checkpoint takes the next step, see `is_dummy_step`."""
@@ -115,6 +119,7 @@ class Session(PlannedSession):
             )
         self.number += 1
         self._consolidated, self.skips = None, False
+        self._count_skipped()
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[StepDriver]:
@@ -181,6 +186,8 @@ class Session(PlannedSession):
         """
         contextvars.copy_context().run(prepare, [self])
         assert self.driver is not None
+        if not self._in_dummy_step:
+            check_heard([self])
         return self.driver
 
     def _looked_again(self, driver: StepDriver) -> StepDriver:
@@ -231,6 +238,10 @@ class Session(PlannedSession):
             told = CanzonaError(f"the step cannot begin: {first_line(error)}")
             told.__cause__ = error
             return Found(None, told)
+
+    def heard_by(self) -> Iterable[Ranks]:
+        """The sets of ranks that this rank tells whether its gradients are finite."""
+        return self.shared or ()
 
     def nonfinite(self) -> bool:
         """Whether steps are skipped for it, and a gradient of this rank has a NaN or an infinity."""
@@ -334,19 +345,6 @@ class Session(PlannedSession):
             with contextlib.suppress(BaseException), self.telling(driver):
                 raise error
 
-    def check_heard(self) -> None:
-        """Raise if steps are skipped, and no set of ranks that share matrices is all ranks, so some would not hear."""
-        everybody = dist.get_world_size() if distributed() else 1
-        sets = (ranks for session in self.siblings.sessions for ranks in session.shared or ())
-        if self.options.skip_nonfinite and self.hears_by_tasks and max(map(len, sets), default=1) < everybody:
-            self.refused()
-            raise CanzonaError(
-                f"no set of ranks that share matrices is the whole job of {everybody} ranks, so a rank that skips a "
-                "step could not tell the others",
-                at="the option skip_nonfinite",
-                hint="all-reduce a flag over all ranks after backward(), and leave out step() where it is set",
-            )
-
     def leave(self) -> None:
         """Put what the unwrapped optimizer would hold into its state, and drop the plan, once all ranks have met."""
         self.release()
@@ -382,6 +380,7 @@ def all_ready(sessions: Sequence[Session]) -> Iterator[None]:
         for session in sessions:
             stack.enter_context(session.entered())
         contextvars.copy_context().run(prepare, sessions)
+        check_heard(sessions)
         for session in sessions:
             session._ready = session.driver
         yield
@@ -401,8 +400,6 @@ def prepare(sessions: Sequence[Session], found: Sequence[Found] = ()) -> None:
         session.replan()
     if anew:
         settle(sessions, [Found()])
-    for session in anew:
-        session.check_heard()
 
 
 def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
@@ -441,3 +438,17 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
         raise error
     for session in sessions:
         session.skips |= skips or elsewhere
+
+
+def check_heard(sessions: Sequence[Session]) -> None:
+    """Raise if steps are skipped, but no set of ranks that these sessions tell is the whole job. All ranks raise."""
+    everybody = dist.get_world_size() if distributed() else 1
+    told = max(1, *(len(ranks) for session in sessions for ranks in session.heard_by()), 1)
+    if sessions[0].options.skip_nonfinite and told < everybody:
+        raise CanzonaError(
+            f"no set of ranks that share matrices is the whole job of {everybody} ranks, so a rank that skips a step "
+            "could not tell the others",
+            at="the option skip_nonfinite",
+            hint="step a chain as a whole. Otherwise all-reduce a flag over all ranks after backward(), and leave out "
+            "step() where it is set",
+        )

@@ -170,7 +170,7 @@ class MatrixStack:
             values = [state[name] for state in states]
             lies = values[0]
             alike = tuple(lies.shape) == self.matrix
-            moved = alike and self.one != self.matrix  # it lies as the parameter does
+            moved = alike and (self.turned or self.flattens)  # it lies as the parameter does
             shape = self.one if moved else lies.shape
             strides = torch.empty(shape, device="meta").stride() if moved else lies.stride()
             leading = [math.prod(self.lead[i + 1 :]) * lies.numel() for i in range(len(self.lead))]

@@ -146,7 +146,7 @@ class Unsharded:
     def __init__(self, kind: str, name: str, sharded: nn.Module) -> None:
         self.model, splits = moe_model(name), hidden_matrices(sharded, batch_dims=True).splits
         choice = hidden_matrices(self.model, batch_dims=True)
-        turned = choice.rows_are_inputs if tells_sides_apart(KINDS[kind]) else frozenset[str]()
+        turned = choice.rows_are_inputs if tells_sides_apart(KINDS[kind], {}) else frozenset[str]()
         self.parts: list[tuple[nn.Parameter, int, Tensor, nn.Parameter]] = []  # whole, dim, rows of a part, the part
         matrices: list[tuple[str, nn.Parameter]] = []
         for own, param in choice.matrices:

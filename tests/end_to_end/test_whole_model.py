@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from functools import partial
 from typing import Any
 
@@ -272,6 +274,20 @@ def test_steps_are_skipped_in_one_process() -> None:
 @pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("zero1", 2), full("ddp", 2), full("fsdp_tp", 4)])
 def test_steps_are_skipped_on_all_ranks(layout: str, world: int) -> None:
     run(world, skipping, layout, after=partial(skipping, "alone"))
+
+
+def test_copies_and_checkpoints_without_a_count_go_on() -> None:
+    made = canzona_compile.muon_adamw(Model(), skip_nonfinite=True)
+    for optimizer in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        state = optimizer.state_dict()
+        for group in state["param_groups"]:
+            group.pop("skipped_steps", None)
+        optimizer.load_state_dict(state)
+        for param in params_of(optimizer):
+            param.grad = torch.full_like(param, math.nan)
+        optimizer.step()
+        assert optimizer.param_groups[0]["skipped_steps"] == 1
+    assert "skipped_steps" not in canzona_compile.unwrap(made).param_groups[0]
 
 
 def one_expert(spoilt: bool) -> None:
