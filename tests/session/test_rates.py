@@ -87,7 +87,11 @@ def measured(make: Make, case: Case) -> tuple[str, str, str, list[Tensor]]:
     return found.to_json(), plan.to_json(), follower.canzona.plan().to_json(), weights
 
 
-@pytest.mark.parametrize(("make", "case"), crossed([muon, soap], [Case("fsdp", (2,)), Case("hsdp", (2, 2))]), ids=str)
+@pytest.mark.parametrize(
+    ("make", "case"),
+    crossed([muon, soap], [Case("fsdp", (2,)), Case("hsdp", (2, 2))]),
+    ids=lambda own: getattr(own, "__name__", str(own)),
+)
 def test_all_ranks_find_the_same_and_compute_the_bits_of_the_plain_optimizer(make: Make, case: Case) -> None:
     expected = plain_steps(make)
     (found, plan, followed, _), *_ = told = run(case.world, measured, make, case, after=partial(plain_steps, make))
