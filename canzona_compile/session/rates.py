@@ -35,6 +35,7 @@ STEP = 1.25
 LONG = 0.015  # seconds of an exchange or a product that is long enough
 SIZES = (32, 128, 512, 2048)  # of products and decompositions, as far as they are not longer than LONG by much
 FIRST, LARGEST = 2**16, {"cpu": 2**24, "cuda": 2**26}  # bytes that a rank exchanges
+LEAST = 0.1  # share of an exchange that a product hides on CPUs: gloo's threads send when they get a core
 TINY = 8  # exchanges of the smallest size, of which the shortest is the latency: others wait for a core
 ROUNDS = 4  # after which ranks of sets that share members, through up to so many others, know the slowest of all
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that are not measured
@@ -133,7 +134,7 @@ def hardware_of(found: Slowness, device: torch.device) -> Hardware:
         name=HERE,
         ranks_per_node=near,
         processors=near,
-        overlap=round(1.0 - max(hidden), 1) if device.type == "cpu" else base.overlap,
+        overlap=max(LEAST, round(1.0 - max(hidden), 1)) if device.type == "cpu" else base.overlap,
         products=tuple((dict(base.products) | curves["products"]).items()),
         factorizations=tuple((dict(base.factorizations) | curves["factorizations"]).items()),
         node=links.get("node", only),
@@ -306,7 +307,7 @@ class LinkTimer:
             points.append((size * (ranks - 1) / ranks, shortest))
             if shortest >= LONG or size >= LARGEST[self.device.type]:
                 break
-            size *= 4
+            size *= 2
         (before, shorter), (sent, longest) = points[-2:]
         rate = (longest - shorter) / (sent - before) if longest > shorter else longest / sent
         return {"latency": latency, "seconds_per_byte": rate}, start, longest
