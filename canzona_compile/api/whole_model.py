@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from canzona_compile.api.chain import Chain, chain
-from canzona_compile.api.choice import Choice, GroupArguments, NamedParams, Row, hidden_matrices
+from canzona_compile.api.choice import Arguments, Choice, GroupArguments, NamedParams, Row, hidden_matrices
 from canzona_compile.api.wrap import names_in, wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
 from canzona_compile.compat.optimizer_class import plain_class
@@ -29,7 +29,6 @@ from canzona_compile.session.params import named_params
 OPTIONS = WrapOptions.__optional_keys__ | {"model"}
 OPTIONS_OF_ZERO1 = StepOptions.__optional_keys__ | {"bucket_bytes", "reduce_dtype", "gather"}
 MakesOptimizer = Callable[[Any], Optimizer]
-OwnArguments = Mapping[str, Any]
 OF_SHAPES = {"matrix_dims", "rows_are_inputs"}  # arguments of groups that our optimizers know without a default
 MUON: MakesOptimizer = partial(Muon, adjust_lr_fn="match_rms_adamw")  # its updates have the size of AdamW's
 
@@ -94,8 +93,8 @@ def muon_adamw(
     weight_decay: float = 0.1,
     matrices: str | Sequence[str] = (),
     others: str | Sequence[str] = (),
-    muon: OwnArguments | None = None,
-    adamw: OwnArguments | None = None,
+    muon: Arguments | None = None,
+    adamw: Arguments | None = None,
     groups: GroupArguments | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
@@ -143,8 +142,8 @@ def soap_adamw(
     weight_decay: float = 0.1,
     matrices: str | Sequence[str] = (),
     others: str | Sequence[str] = (),
-    soap: OwnArguments | None = None,
-    adamw: OwnArguments | None = None,
+    soap: Arguments | None = None,
+    adamw: Arguments | None = None,
     groups: GroupArguments | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
@@ -165,8 +164,8 @@ def kl_soap_adamw(
     weight_decay: float = 0.1,
     matrices: str | Sequence[str] = (),
     others: str | Sequence[str] = (),
-    kl_soap: OwnArguments | None = None,
-    adamw: OwnArguments | None = None,
+    kl_soap: Arguments | None = None,
+    adamw: Arguments | None = None,
     groups: GroupArguments | None = None,
     zero1: DeviceMesh | ProcessGroup | None = None,
     **options: Any,
@@ -185,8 +184,8 @@ def plain_muon_adamw(
     others: Sequence[Any],
     lr: float | Tensor = 3e-4,
     weight_decay: float = 0.1,
-    muon: OwnArguments | None = None,
-    adamw: OwnArguments | None = None,
+    muon: Arguments | None = None,
+    adamw: Arguments | None = None,
 ) -> Chain:
     """Make the chain that `muon_adamw` wraps."""
     return chained(matrices, others, *beside_adamw(MUON, lr, weight_decay, muon, adamw))
@@ -196,8 +195,8 @@ def beside_adamw(
     kind: MakesOptimizer,
     lr: float | Tensor,
     weight_decay: float,
-    own: OwnArguments | None,
-    adamw: OwnArguments | None,
+    own: Arguments | None,
+    adamw: Arguments | None,
 ) -> tuple[MakesOptimizer, MakesOptimizer]:
     """What makes the optimizer of matrices, and AdamW; the arguments of one of them win over those of both."""
     both = {"lr": lr, "weight_decay": weight_decay}

@@ -28,11 +28,13 @@ class Topic(NamedTuple):
 
     Attributes:
         problem: what a difference means, with the `call`, what each rank has `said`, or the first `line` that differs.
+        shown: the detail that an error shows in place of the one that ranks compare.
     """
 
     problem: str
     hint: str
     kind: type[CanzonaError] = RankMismatch
+    shown: str = ""
 
 
 TOPICS = {
@@ -49,6 +51,7 @@ TOPICS = {
     "change": Topic(
         "different things changed on ranks before this step ({said}); nothing was updated",
         "change hyperparameters, state, parameters and parameter groups in the same way on all ranks",
+        shown="said",  # with the names of what not all of the ranks share
     ),
     "gradients": Topic(
         "gradients are missing on some ranks only ({said}); nothing was updated",
@@ -150,7 +153,7 @@ class Agreement:
                 if topic == "plan":
                     answers = [json.loads(text) for text in self.channel.start(doing, json.dumps(by_topic)).result()]
                 by_rank = dict(zip(self.ranks, answers, strict=True))
-                shown = "said" if topic == "change" else topic  # with names that not all ranks compare
+                shown = TOPICS[topic].shown or topic
                 raise disagreement(call, topic, {rank: own.get(shown, "") for rank, own in by_rank.items()})
         return answers
 

@@ -442,9 +442,11 @@ def settle(sessions: Sequence[Session], found: Sequence[Found]) -> None:
 
 def check_heard(sessions: Sequence[Session]) -> None:
     """Raise if steps are skipped, but no set of ranks that these sessions tell is the whole job. All ranks raise."""
+    if not sessions[0].options.skip_nonfinite:
+        return
     everybody = dist.get_world_size() if distributed() else 1
     told = max([1, *(len(ranks) for session in sessions for ranks in session.heard_by())])
-    if sessions[0].options.skip_nonfinite and told < everybody:
+    if told < everybody:
         raise CanzonaError(
             f"no set of ranks that share matrices is the whole job of {everybody} ranks, so a rank that skips a step "
             "could not tell the others",
