@@ -25,13 +25,13 @@ from canzona_compile.eager.own_object import Maker
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.step import Role, Template
 from canzona_compile.ir.variant_period import variant_period_of
-from canzona_compile.rehearsal.diagnosis import NamesByGroup, broken, object_per_matrix
+from canzona_compile.rehearsal.diagnosis import NamesByGroup, broken, object_per_matrix, try_objects
 from canzona_compile.rehearsal.rehearsal import Habits, closure_problem, default_names, no_closure, rehearse
 from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
 from canzona_compile.replica.homes import advice, signature
 from canzona_compile.replica.leaves import leaf_forms, python_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
-from canzona_compile.replica.raised import READS_NUMBERS, Untraceable
+from canzona_compile.replica.raised import READS_NUMBERS, Untraceable, first_line
 from canzona_compile.replica.randomness import draws
 from canzona_compile.replica.twin import make_tensors, scratch_of
 from canzona_compile.replica.watch import ChangeWatch
@@ -137,9 +137,12 @@ class Capture:
     def rehearse(self, names: NamesByGroup = ()) -> Habits:
         """Rehearse the optimizer, once for the groups and parameters that it has now."""
         self.watch.begin(self._counting())
+        cast = self._cast()
         if self.maker is not None:  # each matrix steps alone
-            return Habits()
-        if (cast := self._cast()) not in self._rehearsals:
+            if cast not in self._rehearsals:
+                self._check_objects(self.maker)
+            return self._rehearsals.setdefault(cast, Habits())
+        if cast not in self._rehearsals:
             tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
             habits = self._rehearsed(names)
             self.counts.update(habits.counters)
@@ -147,6 +150,15 @@ class Capture:
             self._check_separable(habits, names or default_names(self.optimizer))
             self._rehearsals |= dict.fromkeys([cast, self._cast()], habits)  # with the counters that it found, too
         return self._rehearsals[cast]
+
+    def _check_objects(self, maker: Maker) -> None:
+        """Raise if an object communicates by itself. Other errors are its own, and come with the real parameters."""
+        try:
+            try_objects(self.optimizer, maker)
+        except UnsupportedOptimizer:
+            raise
+        except Exception as error:  # whatever its code raises
+            log.info("an object for a small parameter fails: %s", first_line(error))
 
     def _rehearsed(self, names: NamesByGroup) -> Habits:
         try:

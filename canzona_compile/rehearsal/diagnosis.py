@@ -98,8 +98,8 @@ def object_per_matrix(optimizer: Optimizer) -> str:
     return f"{says}: wrap(optimizer, one_per_matrix=lambda params: {made})"
 
 
-def problem_of_objects(optimizer: Optimizer, make: Maker) -> str:
-    """Try an object of its own for a small parameter of each group; say how that fails, or nothing.
+def try_objects(optimizer: Optimizer, make: Maker) -> None:
+    """Step an object of its own for a small parameter of each group; raises what its code raises.
 
     Its hyperparameters are those of a miniature, as those of the optimizer may lead to parameters.
     """
@@ -108,15 +108,20 @@ def problem_of_objects(optimizer: Optimizer, make: Maker) -> str:
     chosen = [sorted(own, key=lambda i: group["params"][i].numel())[:1] for group, own in cast]
     like = [group["params"][i] for group, own in zip(groups, chosen, strict=True) for i in own]
     if any(real.is_meta for real in like):  # nothing can be tried without values
-        return ""
+        return
+    small = Miniature(optimizer, chosen)
+    for real, group in zip(like, (g for g in small.optimizer.param_groups if g["params"]), strict=True):
+        spec, generator = ParameterSpec.of(real), torch.Generator().manual_seed(0)
+        grad = torch.randn(spec.shape, generator=generator, device="cpu").to(spec.device, spec.grad_dtype)
+        with Outside(optimizer), as_written(), NoCollectives():
+            own_object = OwnObject(make, "", spec, small.optimizer, group)
+            own_object.step(own_object.param.detach(), grad)
+
+
+def problem_of_objects(optimizer: Optimizer, make: Maker) -> str:
+    """Try an object of its own for a small parameter of each group; say how that fails, or nothing."""
     try:
-        small = Miniature(optimizer, chosen)
-        for real, group in zip(like, (g for g in small.optimizer.param_groups if g["params"]), strict=True):
-            spec, generator = ParameterSpec.of(real), torch.Generator().manual_seed(0)
-            grad = torch.randn(spec.shape, generator=generator, device="cpu").to(spec.device, spec.grad_dtype)
-            with Outside(optimizer), as_written(), NoCollectives():
-                own_object = OwnObject(make, "", spec, small.optimizer, group)
-                own_object.step(own_object.param.detach(), grad)
+        try_objects(optimizer, make)
     except Exception as error:  # whatever the user's code raises
         cause = error.__cause__ or error
         return f"{first_line(cause)}{blamed(cause)}"

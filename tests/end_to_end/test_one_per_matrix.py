@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import canzona_compile
@@ -495,3 +496,24 @@ def test_a_class_that_saves_the_optimizer_inside() -> None:
     pair.wrapped.load_state_dict(copy.deepcopy(pair.wrapped.state_dict()))
     pair.go(2)
     assert all(map(torch.equal, *map(params_of, pair.both)))
+
+
+class Averaging(ByAddress):
+    """It averages gradients by itself, as the optimizer of nanochat does."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            dist.all_reduce(param.grad)
+        super().step(closure)
+
+
+def step_averaging() -> None:
+    pair = Pair(Averaging, SHAPES, Case("fsdp", (2,)), one_per_matrix=Averaging)
+    pair.feed()
+    with refused(r"the optimizer communicates by itself \(c10d\.allreduce_", kind=UnsupportedOptimizer):
+        pair.wrapped.step()
+
+
+def test_objects_that_communicate_are_refused() -> None:
+    """Owners step different matrices at a time: sums would be of these, without an error."""
+    run(2, step_averaging)
