@@ -74,7 +74,7 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         results = [call(*row, **dict(zip(named, own, strict=True))) for *row, own in zip(*rows, places, strict=True)]
     else:
         results = list(map(call, *rows))
-    if results and isinstance(results[0], tuple):
+    if results and isinstance(results[0], (tuple, list)):
         return tuple(map(list, zip(*results, strict=True)))
     return NumberPerTask(results) if results and isinstance(results[0], int | float) else results
 

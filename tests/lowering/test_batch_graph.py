@@ -89,6 +89,15 @@ def test_loops_pick_from_lists_of_lists_and_from_keywords() -> None:
     assert [t.tolist() for t in found] == [[-20], [-21]]
 
 
+def test_each_task_has_an_entry_of_the_lists_that_calls_return() -> None:
+    """Two foreach calls, as in the Muon of pytorch_optimizer: of what the first returns, the second takes an entry."""
+    a, b, c = (list(torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(i))) for i in range(3))
+    first = program_ops.each(torch.ops.aten._foreach_lerp.Scalar, [a, c], [b, b], 0.25)
+    (second,) = program_ops.each(torch.ops.aten._foreach_lerp.Scalar, [first[1]], [first[0]], 0.5)
+    expected = [z.lerp(y, 0.25).lerp(x.lerp(y, 0.25), 0.5) for x, y, z in zip(a, b, c, strict=True)]
+    assert alike(second, expected)
+
+
 @pytest.mark.full
 @untimed(80)
 @given(templates(), COUNTS, SEEDS, st.booleans())
