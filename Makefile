@@ -83,7 +83,7 @@ test-clients: $(VENV)/.clients
 	$(BIN)/python -c 'import lightning.pytorch, peft, torchtitan.components.optimizer, torchtitan.models.llama3, trl'
 	$(BIN)/python -m pytest -rs tests/clients/test_lightning.py tests/clients/test_peft.py tests/clients/test_torchtitan_package.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs tests/end_to_end/test_moe_models.py -m "not full" -k torchtitan $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs tests/docs/test_scripts.py -k test_a_framework $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs tests/docs/test_scripts.py -k "test_a_framework or lora" $(PYTEST_ARGS)
 
 # Frameworks in environments of their own, on CPU ranks. What is BARE comes without its dependencies, which are for GPUs;
 # emerging-optimizers needs Python 3.12.
@@ -98,12 +98,12 @@ test-frameworks: BARE = nemo-automodel==0.7.0
 test-frameworks: WITH = deepspeed==0.19.8
 
 test-recipes: VENV = .venv-recipes
-test-recipes: FILES = tests/clients/test_recipes.py
+test-recipes: FILES = tests/clients/test_recipes.py tests/packages/test_packages.py # timm's Muon needs torchvision
 test-recipes: REMOVED = .venv-recipes/lib/python3*/site-packages/tests # verl's, which would be found before ours
 test-recipes: BARE = axolotl==0.21.0 llamafactory==0.9.5 ms-swift==4.6.0 torchft==0.2.0 verl==0.9.1 \
 	megatron-core==0.19.2 emerging-optimizers==0.3.0
-test-recipes: WITH = absl-py accelerate addict codetiming datasets hydra-core json_repair modelscope numba omegaconf \
-	opentelemetry-exporter-otlp-proto-http orjson peft pillow ray tensordict torchdata torchvision transformers==5.24.0 trl
+test-recipes: WITH = absl-py accelerate addict codetiming datasets hydra-core json_repair loguru modelscope numba omegaconf \
+	opentelemetry-exporter-otlp-proto-http orjson peft pillow ray tensordict timm torchdata torchvision transformers==5.24.0 trl
 
 test-megatron test-frameworks test-recipes:
 	@$(MAKE) --no-print-directory framework VENV=$(VENV) EXTRAS=page,test FILES="$(FILES)" BARE="$(BARE)" WITH="$(WITH)" REMOVED="$(REMOVED)"

@@ -5,9 +5,9 @@
     python benchmarks/convergence.py page
 
 `run` calls examples/train_lm.py for every run that has no log in benchmarks/results/convergence/ yet, so that it may be
-stopped. Seed 0 tries three learning rates; the others take the one with which it ended lowest. `time` begins a run of
-each kind once more, by itself, for the times of updates. `page` writes a table beside the logs, and
-docs/images/convergence.svg.
+stopped. Seed 0 tries learning rates until one ended lower than both of its neighbours; the other seeds take that one.
+`time` begins a run of each kind once more, by itself, for the times of updates. `page` writes a table beside the logs,
+and docs/images/convergence.svg.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MODELS = {"dense": "", "experts": "--experts 8"}
 OPTIMIZERS = {"muon": "Muon", "normuon": "NorMuon", "soap": "SOAP", "kl-soap": "KL-SOAP", "adamw": "AdamW"}
 KINDS = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
 INT8 = "muon-int8"  # Muon with state="int8", by Muon's learning rate, for the dense model
-HIGHER, LOWER = ("0.001", "0.003", "0.009"), ("0.0003", "0.001", "0.003")  # with 0.009 AdamW and SOAP end worst
-RATES = {"muon": HIGHER, "normuon": HIGHER, "soap": LOWER, "kl-soap": LOWER, "adamw": LOWER}
+RATES = ("0.0001", "0.0003", "0.001", "0.003", "0.009", "0.027", "0.081")
+FIRST_TRIED = "0.003"
 SEEDS = range(5)
 STEPS, BATCH = 200, 8  # sequences of 128 bytes
 TIMED = 40  # steps of the runs for times
@@ -104,23 +104,37 @@ def train(run: Run, device: str) -> None:
         print(f"{run.log.stem}: ends at {log.end:.3f}", flush=True)
 
 
-def chosen(model: str, optimizer: str) -> str | None:
-    """The learning rate with which seed 0 ended lowest; None until all were tried."""
-    optimizer = optimizer if optimizer != INT8 else "muon"
-    tried = {rate: log_of(Run(model, optimizer, rate, SEEDS[0])) for rate in RATES[optimizer]}
+def best(model: str, optimizer: str) -> tuple[str, list[str]]:
+    """The learning rate with which seed 0 ended lowest so far, and which of it and its neighbours were not tried."""
+    tried = {rate: log_of(Run(model, optimizer, rate, SEEDS[0])) for rate in RATES}
     ends = {rate: log.end for rate, log in tried.items() if log is not None}
-    return min(ends, key=ends.__getitem__) if len(ends) == len(tried) else None
+    rate = min(ends, key=ends.__getitem__, default=FIRST_TRIED)
+    place = RATES.index(rate)
+    return rate, [near for near in RATES[max(0, place - 1) : place + 2] if near not in ends]
+
+
+def chosen(model: str, optimizer: str) -> str | None:
+    """The learning rate that ended lower than its neighbours; None until they were tried."""
+    rate, missing = best(model, optimizer if optimizer != INT8 else "muon")
+    return None if missing else rate
+
+
+def untried(model: str) -> list[Run]:
+    """With the learning rates that are missing around the best ones."""
+    return [Run(model, kind, rate, SEEDS[0]) for kind in OPTIMIZERS for rate in best(model, kind)[1]]
 
 
 def run_all(jobs: int, device: str) -> None:
-    """Of each model first all learning rates of the first seed, then the other seeds of the best."""
+    """Of each model first the learning rates of the first seed, then the other seeds of the best."""
     LOGS.mkdir(parents=True, exist_ok=True)
     own = partial(train, device=device)
     with ThreadPoolExecutor(jobs) as pool:
         for model in MODELS:
-            list(pool.map(own, [Run(model, kind, rate, SEEDS[0]) for kind in OPTIMIZERS for rate in RATES[kind]]))
-            best = {kind: rate for kind in OPTIMIZERS if (rate := chosen(model, kind)) is not None}
-            list(pool.map(own, [Run(model, *pair, seed) for seed in SEEDS[1:] for pair in best.items()]))
+            tries: list[Run] = []
+            while tries != (tries := untried(model)):  # the same ones again: they failed
+                list(pool.map(own, tries))
+            found = {kind: rate for kind in OPTIMIZERS if (rate := chosen(model, kind)) is not None}
+            list(pool.map(own, [Run(model, *pair, seed) for seed in SEEDS[1:] for pair in found.items()]))
         if rate := chosen("dense", INT8):
             list(pool.map(own, [Run("dense", INT8, rate, seed) for seed in SEEDS]))
 
@@ -128,7 +142,7 @@ def run_all(jobs: int, device: str) -> None:
 def time_all(device: str) -> None:
     """One after the other, with nothing beside."""
     for kind in KINDS:
-        train(Run(*kind, chosen(*kind) or RATES[kind[1]][1], SEEDS[0], TIMED), device)
+        train(Run(*kind, chosen(*kind) or FIRST_TRIED, SEEDS[0], TIMED), device)
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -180,7 +194,7 @@ def table(model: str) -> Iterator[str]:
         alone = timed(model, optimizer)
         update = f"{statistics.fmean(alone.update_ms[FIRST:]):.1f}" if alone else ""  # a mean: some steps refresh
         ends = spread([log.end for log in logs], 3)
-        yield f"| {OPTIMIZERS[optimizer]} | {rate}{edge(optimizer, rate)} | {ends} | {below} | {to} | {update} |"
+        yield f"| {OPTIMIZERS[optimizer]} | {rate} | {ends} | {below} | {to} | {update} |"
 
 
 def stored() -> Iterator[str]:
@@ -192,11 +206,6 @@ def stored() -> Iterator[str]:
     yield "|---|---|---|---|"
     yield f"| state as it is | {rate} | {spread(plain, 3)} | |"
     yield f'| `state="int8"` | {rate} | {spread(own, 3)} | {spread(gains, 4)} |'
-
-
-def edge(optimizer: str, rate: str) -> str:
-    """A mark where a learning rate beyond those that were tried may be better."""
-    return " *" if rate in (RATES[optimizer][0], RATES[optimizer][-1]) else ""
 
 
 def deviations(gains: Sequence[float]) -> str:
@@ -237,8 +246,7 @@ def write_page(folder: Path) -> None:
         (LOGS / "state.md").write_text("\n".join([*stored(), ""]), encoding="utf-8")
     runs = machines(log for model in models for optimizer in OPTIMIZERS for log in of_seeds(model, optimizer)[1])
     times = machines(timed(model, optimizer) for model in models for optimizer in OPTIMIZERS)
-    stars = "*: the lowest or the highest learning rate that was tried."
-    parts = [f"Losses on {runs}; updates on {times}. {stars}", ""]
+    parts = [f"Losses on {runs}; updates on {times}.", ""]
     for model in models:
         parts += [f"**{model}**", "", *table(model), ""]
     (LOGS / "table.md").write_text("\n".join(parts), encoding="utf-8")

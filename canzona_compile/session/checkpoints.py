@@ -157,13 +157,17 @@ def aligned(theirs: GroupNames, mine: GroupNames) -> GroupNames:
 
 
 def same_groups(theirs: GroupNames, mine: GroupNames) -> dict[int, int]:
-    """Find the positions of our named groups among the saved ones; none if a side lacks names or has one twice."""
+    """Find the positions of our named groups among the saved ones; none if a side lacks names or has one twice.
+
+    Groups of one side that have no names go by their positions among those of the other side that are left.
+    """
     flat = [[*chain.from_iterable(side)] for side in (theirs, mine)]
     if not all(flat) or any(len({*names}) < len(names) for names in flat):
         return {}
     ours, saved = ({frozenset(names): g for g, names in enumerate(side) if names} for side in (mine, theirs))
     new, old = ([g for names, g in one.items() if names not in other] for one, other in ((ours, saved), (saved, ours)))
-    if new or old:
+    nameless = [sum(not names for names in side) for side in (theirs, mine)]
+    if len(new) > nameless[0] or len(old) > nameless[1]:
         now, then = mine[new[0]] if new else [], theirs[old[0]] if old else []
         raise CanzonaError(
             f"parameter group {(new or old)[0]} was saved with other parameters: the state dict has "
@@ -172,7 +176,7 @@ def same_groups(theirs: GroupNames, mine: GroupNames) -> dict[int, int]:
             at="load_state_dict",
             hint="build the optimizer with the names, and the parameters in each group, that it was saved with",
         )
-    return {g: saved[names] for names, g in ours.items()}
+    return {g: saved[names] for names, g in ours.items() if names in saved}
 
 
 def check_shapes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

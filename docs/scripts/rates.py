@@ -1,5 +1,8 @@
 """Learning rates of their own, by patterns and by a rule for all shapes: python docs/scripts/rates.py"""
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -30,9 +33,21 @@ def mup(name: str, shape: tuple[int, ...]) -> dict[str, float]:
 optimizer = canzona_compile.muon_adamw(model, groups=mup, muon={"adjust_lr_fn": "original"})
 # --8<-- [end:mup]
 
-rates = [group["lr"] for group in optimizer.param_groups]
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=10, cycle_momentum=False)
-for step in range(10):
+STEPS = 10
+# --8<-- [start:warmup]
+muon, adamw = optimizer.optimizers
+
+
+def warmed(steps: int) -> Callable[[int], float]:
+    """A linear warmup of so many steps, then a cosine to a tenth."""
+    return lambda step: min(1.0, (step + 1) / steps) * (0.55 + 0.45 * math.cos(math.pi * step / STEPS))
+
+
+warmups = [warmed(2) for _ in muon.param_groups] + [warmed(5) for _ in adamw.param_groups]
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmups)
+# --8<-- [end:warmup]
+
+for step in range(STEPS):
     tokens = torch.randint(256, (8, 16))
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward()

@@ -113,7 +113,7 @@ def test_muon(name: str) -> None:
     assert captures[-1] <= captures[1] + (name in REACH_ZERO)
 
 
-@pytest.mark.parametrize("name", first(["LambdaLR", "PolynomialLR", "OneCycleLR"]))
+@pytest.mark.parametrize("name", first(["LambdaLR", "PolynomialLR", "OneCycleLR", "ReduceLROnPlateau"]))
 def test_a_tensor_as_rate(name: str) -> None:
     """Schedulers fill such a rate in place: no assignment tells of the change. A zero in it is no other kind."""
     pair = Pair(lambda params: AdamW(params, lr=torch.tensor(0.1)), ONE_SHAPE)

@@ -34,7 +34,8 @@ How = Literal["beside", "alone", "plain"]
 ALONE = {"any_optimizer", "a_pass", "a_layout", "an_optimizer", "my_model", "rates", "their_optimizer"}
 TWO = "fsdp2 any_pair clip_others eight_bit plain_fragments ddp zero1 a_transport experts pipeline fused_weights"
 TWO += " accelerate_loop fabric_loop lightning_trainer trainer sft_trainer torchtitan_optimizers deepspeed_engine"
-TWO += " checkpoints planning graphs skip_steps stored_state"
+TWO += " checkpoints planning graphs skip_steps stored_state own_muon lora averages schedule_free float8 unfreeze"
+TWO += " changed_choice"
 SCRIPTS = {**dict.fromkeys(TWO.split(), 2), "tensor_parallel": 4, **dict.fromkeys(sorted(ALONE), 1)}  # on so many ranks
 
 

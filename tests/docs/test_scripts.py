@@ -26,6 +26,10 @@ NEEDED = {
     "torchtitan_optimizers": "torchtitan",
     "eight_bit": "torchao",
     "deepspeed_engine": "deepspeed",
+    "own_muon": "muon",
+    "lora": "peft",
+    "schedule_free": "schedulefree",
+    "float8": "torchao",
 }
 PICTURED = {
     "report.svg": ("rank\xa03", "384x256"),
@@ -36,10 +40,12 @@ PICTURED = {
     "one_matrix.svg": ("rank 3", "rows 288 to 384", "3 compute", "to the owner, 144.0 KiB"),
 }
 STEPS = 5  # at least, of every script that trains
-SHOWING = ("checkpoints", "planning", "graphs", "skip_steps", "stored_state")  # compare by themselves, or train nothing
-TRAINING = [name for name in SCRIPTS if name not in {*ALONE, *NEEDED, *SHOWING}]
+# They compare by themselves, or train nothing.
+SHOWING = ("checkpoints", "changed_choice", "planning", "graphs", "skip_steps", "stored_state")
 WAYS = ["accelerate_loop", "accelerate_loop --fsdp2", "trainer", "trainer --fsdp2", "fabric_loop"]
 WAYS += ["sft_trainer", "sft_trainer --fsdp2", "lightning_trainer", "lightning_trainer --ddp", "torchtitan_optimizers"]
+ELSEWHERE = {*ALONE, *SHOWING, *(way.split()[0] for way in WAYS), "eight_bit", "deepspeed_engine"}
+TRAINING = [name for name in SCRIPTS if name not in ELSEWHERE]
 WHOLE = {"trainer", "sft_trainer", "lightning_trainer --ddp", "accelerate_loop"}  # of the ways: DDP
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LLAMA = [f"model.layers.0.{name}.weight" for name in [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]]
@@ -61,6 +67,8 @@ def test_all_scripts_are_here_and_short() -> None:
 
 @pytest.mark.parametrize("name", first(TRAINING))
 def test_a_training(name: str) -> None:
+    if find_spec(NEEDED.get(name, "torch")) is None:
+        pytest.skip(f"{NEEDED[name]} is not installed")
     found = ran(path_of(name), SCRIPTS[name])
     assert [one.differing for one in found] == [[]] * SCRIPTS[name]
     assert [mistake for one in found for mistake in EXAMPLES.mistakes(name, one.reached)] == []
@@ -101,6 +109,7 @@ def test_a_framework(way: str, tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("checkpoints", ("equal bits",)),  # it compares by itself: with a training that nothing broke
+        ("changed_choice", ("begin anew: ['1.weight']", "step 19: loss")),
         ("planning", ("on fsdp=2",)),
         ("skip_steps", (", left out, 0 not finite so far", "step 16: loss inf, stepped, 1 not finite so far")),
         ("stored_state", ("momentum_buffer: int8, ", "exp_avg: bfloat16, ", "equal to the bit")),
@@ -133,7 +142,7 @@ def test_a_pass_changes_owners() -> None:
 def test_rates_by_shape_follow_a_schedule() -> None:
     said = ran(path_of("rates"), 1)[0].said
     assert "hidden matrix; lr=0.001" in said
-    assert "rates [0.02, 0.01414, 0.0003]" in said  # the second is by sqrt(64 / 128)
+    assert "rates [0.01, 0.00707, 6e-05]" in said  # the second is by sqrt(64 / 128), and all are warmed up
 
 
 def test_a_layout_is_planned() -> None:
