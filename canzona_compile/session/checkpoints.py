@@ -126,10 +126,10 @@ def by_name(saved: dict[str, Any], optimizers: Sequence[Optimizer]) -> dict[str,
     )
     if any(keys):
         known = {*chain.from_iterable(keys)}
-        same_groups(theirs, mine if known.isdisjoint(chain.from_iterable(theirs)) else keys)
+        same_groups(theirs, mine if known.isdisjoint(chain.from_iterable(theirs)) else keys, all(mine))
         theirs = [] if known.isdisjoint(chain.from_iterable(mine)) else keys
         groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
-    place = same_groups(theirs, mine)
+    place = same_groups(theirs, mine, all(mine))
     unnamed = [h for h in range(len(groups)) if h not in place.values()]
     for g, h in place.items():
         key_of = dict(zip(theirs[h], groups[h]["params"], strict=True))
@@ -156,10 +156,10 @@ def aligned(theirs: GroupNames, mine: GroupNames) -> GroupNames:
     return [[more + name for name in names] for names in theirs]
 
 
-def same_groups(theirs: GroupNames, mine: GroupNames) -> dict[int, int]:
+def same_groups(theirs: GroupNames, mine: GroupNames, strict: bool) -> dict[int, int]:
     """Find the positions of our named groups among the saved ones; none if a side lacks names or has one twice.
 
-    Groups of one side that have no names go by their positions among those of the other side that are left.
+    Unless strict, groups of one side that have no names go by their positions among those of the other that are left.
     """
     flat = [[*chain.from_iterable(side)] for side in (theirs, mine)]
     if not all(flat) or any(len({*names}) < len(names) for names in flat):
@@ -167,7 +167,7 @@ def same_groups(theirs: GroupNames, mine: GroupNames) -> dict[int, int]:
     ours, saved = ({frozenset(names): g for g, names in enumerate(side) if names} for side in (mine, theirs))
     new, old = ([g for names, g in one.items() if names not in other] for one, other in ((ours, saved), (saved, ours)))
     nameless = [sum(not names for names in side) for side in (theirs, mine)]
-    if len(new) > nameless[0] or len(old) > nameless[1]:
+    if (new or old) and (strict or len(new) > nameless[0] or len(old) > nameless[1]):
         now, then = mine[new[0]] if new else [], theirs[old[0]] if old else []
         raise CanzonaError(
             f"parameter group {(new or old)[0]} was saved with other parameters: the state dict has "
