@@ -60,6 +60,9 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Args:
         args, kwargs: its arguments. Of a list with an entry per task (tensors, or `EagerTask`s), each call gets one
             entry. All calls get every other argument as it is.
+
+    Returns:
+        A list of what the calls return. If these are tuples or lists, a tuple with such a list per entry.
     """
     columns = [entries(a) for a in args]
     named = {k: own for k, v in kwargs.items() if (own := entries(v)) is not None}
