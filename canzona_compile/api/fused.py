@@ -23,6 +23,7 @@ from canzona_compile.ir.split import Split, looks_fused
 
 UNKNOWN = "whole: its parts are not known"
 FRACTIONS = {2: "halves", 3: "thirds"}
+MANY = 5  # parts, whose names would be too long a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class FusedWeight:
 
     Attributes:
         classes: patterns of the classes of modules that have it, with their modules.
-        weight: its name in such a module.
+        weight: a pattern of its name in such a module.
         split: its parts, from the module. What the weight's shape contradicts is not taken.
     """
 
@@ -71,6 +72,12 @@ def by_head(names: str, heads: int, size: int) -> Split:
 def qkv(heads: int, groups: int, size: int, blocks: int = 1) -> Split:
     """Rows of q for some heads, and of k and v for groups of them."""
     return Split({"q": heads * size, "k": groups * size, "v": groups * size}, interleaved=blocks)
+
+
+def adapted_experts(module: Any, dim: int) -> Split:
+    """The factors of all experts that one adapter of PEFT has: A's rows by expert, B's columns by index and expert."""
+    rank = module.r[module.active_adapters[0]]
+    return Split({f"expert{i}": rank for i in range(module.num_experts)}, dim=dim, interleaved=rank if dim else 1)
 
 
 FORMS = (
@@ -128,6 +135,8 @@ FORMS = (
         lambda m: Split({"q": m.key_dim, "k": m.key_dim, "v": m.value_dim}),
     ),
     FusedWeight(("torch.nn.*.MultiheadAttention",), "in_proj_weight", lambda m: equal("q k v", m.embed_dim)),
+    FusedWeight(("peft.*.ParamWrapper",), "lora_A.*.weight", lambda m: adapted_experts(m, 0)),
+    FusedWeight(("peft.*.ParamWrapper",), "lora_B.*.weight", lambda m: adapted_experts(m, 1)),
 )
 
 
@@ -141,11 +150,11 @@ def parts_of(survey: Survey, param: nn.Parameter) -> tuple[Split | None, str]:
         Its split, or None if it is one matrix or its parts are not known; and what to say of it, if anything.
     """
     sites = survey.sites[id(param)]
-    if any(site.name != f"{site.path}.{site.leaf}".removeprefix(".") for site in sites):
-        return None, ""  # a factor of an adapter, or what a parametrization keeps
     found = {known(survey, site, tuple(param.shape)) for site in sites}
     split = found.pop() if len(found) == 1 else None  # layers that share a weight may use it differently
     if split is None:
+        if any(site.name != f"{site.path}.{site.leaf}".removeprefix(".") for site in sites):
+            return None, ""  # a factor of an adapter, or what a parametrization keeps
         return None, UNKNOWN if looks_fused(f"{sites[0].path}.{sites[0].leaf}") else ""
     if getattr(param, "tensor_model_parallel", False) or cut_beside_fsdp(survey, sites[0], param, split.dim):
         return None, "whole: tensor parallelism cuts it, and may have packed its parts"
@@ -155,16 +164,17 @@ def parts_of(survey: Survey, param: nn.Parameter) -> tuple[Split | None, str]:
 def known(survey: Survey, site: Site, shape: Shape) -> Split | None:
     """The parts of the weight at a place, if there is a row for it."""
     for form in FORMS:
-        if site.name != form.weight and not site.name.endswith(f".{form.weight}"):
+        words, depth = site.name.split("."), form.weight.count(".") + 1
+        if not fnmatchcase(".".join(words[-depth:]), form.weight):
             continue
-        module = survey.modules.get(site.name.removesuffix(form.weight).removesuffix("."))
+        module = survey.modules.get(".".join(words[:-depth]))
         if module is None or not any(fnmatchcase(name, p) for name in classes_of(module) for p in form.classes):
             continue
         try:
             split = form.split(module)
         except (AttributeError, TypeError, IndexError, CanzonaError):
             continue  # another release of transformers
-        if split.dim < len(shape) and shape[split.dim] == split.length:
+        if len(split.parts) > 1 and split.dim < len(shape) and shape[split.dim] == split.length:
             return split
     return None
 
@@ -187,12 +197,12 @@ def cut_beside_fsdp(survey: Survey, site: Site, param: nn.Parameter, dim: int) -
 def described(split: Split, ndim: int) -> str:
     """Say how the parts lie: "gate and up in halves of rows"."""
     names, sizes = zip(*split.parts, strict=True)
-    parts = f"{', '.join(names[:-1])} and {names[-1]}"
+    parts = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) < MANY else f"{len(names)} parts"
     lines = "rows" if split.dim == ndim - 2 else "columns"
     if split.interleaved == sizes[0] == sizes[-1]:
         return f"{parts} in alternating {lines}"
     if split.interleaved > 1:
         return f"{parts} in each of {split.interleaved} blocks of {lines}"
-    if len(set(sizes)) == 1 and len(sizes) in FRACTIONS:
-        return f"{parts} in {FRACTIONS[len(sizes)]} of {lines}"
+    if len(set(sizes)) == 1:
+        return f"{parts} in {FRACTIONS.get(len(sizes), 'equal blocks')} of {lines}"
     return f"{parts} in {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} {lines}"

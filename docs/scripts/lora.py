@@ -1,9 +1,12 @@
 """LoRA with PEFT on FSDP2, its factors trained by Muon: torchrun --nproc-per-node 2 docs/scripts/lora.py"""
 
+import tempfile
+
 import peft
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import canzona_compile
@@ -43,9 +46,11 @@ for step in range(20):
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 
+folder = tempfile.mkdtemp()
 # --8<-- [start:save]
-adapter = peft.get_peft_model_state_dict(model)  # sharded: full_tensor() on all ranks, or DCP
-# --8<-- [end:save]
+options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 only
+weights = get_model_state_dict(model, options=options)
 if dist.get_rank() == 0:
-    print(sorted(adapter))
+    model.save_pretrained(folder, state_dict=weights)  # adapter_model.safetensors and adapter_config.json
+# --8<-- [end:save]
 dist.destroy_process_group()

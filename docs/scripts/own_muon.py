@@ -15,9 +15,9 @@ model = fully_shard(nn.Sequential(*layers))
 
 
 def build() -> torch.optim.Optimizer:
-    choice = canzona_compile.hidden_matrices(model)
-    matrices, others = ([param for _, param in named] for named in (choice.matrices, choice.others))
     # --8<-- [start:line]
+    choice = canzona_compile.hidden_matrices(model)  # or choose by a rule of yours
+    matrices, others = [param for _, param in choice.matrices], [param for _, param in choice.others]
     optimizer = SingleDeviceMuonWithAuxAdam(
         [{"params": matrices, "use_muon": True, "lr": 0.02}, {"params": others, "use_muon": False, "lr": 1e-3}]
     )

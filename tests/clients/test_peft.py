@@ -11,11 +11,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Muon
 
 import canzona_compile
+from canzona_compile.ir.split import rows_of
 from tests.harness.beside import BesidePlain
 from tests.harness.model_pairs import update
+from tests.harness.moe_models import moe_model
 from tests.harness.ranks import run
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers
 STEPS = 3
 
 
@@ -30,9 +33,10 @@ class Decoder(nn.Module):
         return out
 
 
-def adapted() -> Any:
+def adapted(dora: bool = False) -> Any:
     torch.manual_seed(0)
-    model = peft.get_peft_model(Decoder(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=dora)
+    model = peft.get_peft_model(Decoder(), config)
     with torch.no_grad():  # B begins at zero, and A would have no gradient
         for name, param in model.named_parameters():
             if "lora_B" in name:
@@ -64,6 +68,24 @@ def test_adapters() -> None:
     assert run(2, train) == [([], names)] * 2
 
 
+def train_dora() -> tuple[list[str], list[str]]:
+    """What differs from the plain optimizer, and what AdamW trains."""
+    model = fully_shard(adapted(dora=True))
+    optimizer: Any = canzona_compile.muon_adamw(model, lr=0.1)
+    with BesidePlain() as beside:
+        for step in range(STEPS):
+            inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(inputs).square().mean().backward()
+            update([optimizer])
+    return beside.finish(), [name for name, _ in canzona_compile.hidden_matrices(model).others]
+
+
+@pytest.mark.full
+def test_dora() -> None:
+    magnitudes = [f"base_model.model.{name}.lora_magnitude_vector.default.weight" for name in ("q_proj", "v_proj")]
+    assert run(2, train_dora) == [([], magnitudes)] * 2
+
+
 def test_hidden_matrices_are_the_factors() -> None:
     """Those of an embedding and of a head are others, as what they adapt is; a module that is saved whole is itself."""
     model = nn.Module()
@@ -77,3 +99,27 @@ def test_hidden_matrices_are_the_factors() -> None:
     others = {name.removeprefix("base_model.model.") for name, _ in choice.others}
     score = {f"score.modules_to_save.default.{name}" for name in ("weight", "bias")}
     assert others == {"embed.lora_embedding_A.default", "embed.lora_embedding_B.default", *score}
+
+
+def test_factors_of_each_expert() -> None:
+    """PEFT keeps those of all experts in one A and one B. A part of either reaches the weights of one expert only."""
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=[], target_parameters=stacks)
+    model: Any = peft.get_peft_model(moe_model("mixtral"), config)
+    choice = canzona_compile.hidden_matrices(model)
+    assert len(choice.splits) == len(choice.matrices) == 8
+    assert {row.why for row in choice.rows if row.kind == "matrix"} == {
+        "expert0, expert1, expert2 and expert3 in equal blocks of rows",
+        "expert0, expert1, expert2 and expert3 in alternating columns",
+    }
+    params = dict(choice.matrices)
+    for name, split in choice.splits.items():
+        wrapper: Any = model.get_submodule(name.partition(".lora_")[0])
+        with torch.no_grad():
+            for factor in (wrapper.lora_A, wrapper.lora_B):
+                factor["default"].weight.fill_(1.0)
+            for expert, (part, rows) in enumerate(rows_of(split).items()):
+                assert part == f"expert{expert}"
+                params[name].index_fill_(split.dim, rows, 0.0)
+                assert wrapper.get_delta_weight("default").any(-1).any(-1).tolist() == [i > expert for i in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -179,17 +186,28 @@ def trained(model: Any, optimizer: Any, *steps: int) -> None:
         optimizer.zero_grad()
 
 
-def saved_and_loaded(other: Callable[[list[Any]], Optimizer], folder: str) -> list[bool]:
+def half_frozen() -> tuple[Any, Any]:
+    """A stage of gradual unfreezing: only the last layer is trained."""
+    model = sharded()
+    optimizer = canzona_compile.muon_adamw(model, lr=1e-2)
+    model.requires_grad_(False)
+    model[3].requires_grad_(True)
+    return model, optimizer
+
+
+def saved_and_loaded(build: Callable[[], tuple[Any, Any]], folder: str) -> list[bool]:
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its update for each shape
-        model, optimizer = built(other)
+        model, optimizer = build()
         trained(model, optimizer, 0, 1)
         own, state = get_state_dict(model, optimizer)
         dcp.save({"model": own, "optimizer": state}, checkpoint_id=folder)
+        model.requires_grad_(True)
         trained(model, optimizer, 2, 3)
-        again, its = built(other)
+        again, its = build()
         own, state = get_state_dict(again, its)
         dcp.load({"model": own, "optimizer": state}, checkpoint_id=folder)
         set_state_dict(again, its, model_state_dict=own, optim_state_dict=state)
+        again.requires_grad_(True)
         trained(again, its, 2, 3)
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     return [same_bits(one.full_tensor(), two.full_tensor()) for one, two in pairs]
@@ -201,7 +219,45 @@ def test_checkpoints_of_a_chain_with_names_for_one_optimizer(
 ) -> None:
     if other is adamw_in_8_bits:
         imported("torchao.optim")
-    assert run(2, saved_and_loaded, other, str(tmp_path)) == [[True] * 3] * 2
+    assert run(2, saved_and_loaded, partial(built, other), str(tmp_path)) == [[True] * 3] * 2
+
+
+def test_a_checkpoint_between_two_stages_of_unfreezing(tmp_path: Path) -> None:
+    assert run(2, saved_and_loaded, half_frozen, str(tmp_path)) == [[True] * 3] * 2
+
+
+def from_adamw(folder: str) -> list[bool]:
+    """What AdamW trained and still trains goes on with its moments; what Muon takes over has none to begin with."""
+    model: Any = sharded()
+    plain = AdamW(model.parameters(), lr=1e-2)
+    trained(model, plain, 0, 1)
+    own, state = get_state_dict(model, plain)
+    dcp.save({"model": own, "optimizer": state}, checkpoint_id=folder)
+    again = sharded()
+    optimizer = canzona_compile.muon_adamw(again, lr=1e-2)
+    own, state = get_state_dict(again, optimizer)
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    kept = {
+        name: leaves
+        for name, leaves in state["state"].items()
+        if all(f"optimizer.state.{name}.{leaf}" in saved for leaf in leaves)
+    }
+    dcp.load({"model": own, "optimizer": {"state": kept}}, checkpoint_id=folder)
+    set_model_state_dict(again, own)
+    options = StateDictOptions(strict=False)
+    set_optimizer_state_dict(again, optimizer, {**state, "state": kept}, options=options)
+    moments = [
+        same_bits(plain.state[one][leaf].full_tensor(), optimizer.state[two][leaf].full_tensor())
+        for one, two in zip(model.parameters(), again.parameters(), strict=True)
+        for leaf in ("exp_avg", "exp_avg_sq")
+        if leaf in optimizer.state.get(two, {})
+    ]
+    trained(again, optimizer, 2)
+    return [*moments, len(kept) == 2]
+
+
+def test_a_checkpoint_of_adamw_for_all(tmp_path: Path) -> None:
+    assert run(2, from_adamw, str(tmp_path)) == [[True] * 5] * 2
 
 
 def test_a_checkpoint_of_another_length_loads_nothing() -> None:
