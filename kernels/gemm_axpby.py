@@ -42,7 +42,8 @@ def gemm_axpby(
     Leading dims are broadcast against each other.
 
     Returns:
-        Y: [..., M, N] of x's dtype; `out` if that is given.
+        Y: [..., M, N] of x's dtype; `out` if that is given. Else it lies in memory as x does, row-major or transposed,
+        so that tiles that are read are written as they are.
     """
     matrices("x", x)
     m, n = x.shape[-2:]
@@ -52,7 +53,7 @@ def gemm_axpby(
         raise TypeError(f"factor is {factor.dtype} and x is {x.dtype}: they must have the same dtype")
     batch = torch.broadcast_shapes(factor.shape[:-2], x.shape[:-2])
     f, v = batched(factor, batch), batched(x, batch)
-    target = x.new_empty(*batch, m, n) if out is None else out
+    target = torch.empty_like(x.expand(*batch, m, n)) if out is None else out
     matrices("out", target, (m, n), x)
     if target.shape[:-2] != batch or target.dtype != x.dtype:
         raise ValueError(f"out is {target.dtype} {tuple(target.shape)}, not {x.dtype} {(*batch, m, n)}")

@@ -1,4 +1,4 @@
-"""The operators that graphs call: `canzona::sym_gemm`, `canzona::gemm_axpby` and `canzona::pad_cast`.
+"""The operators that graphs call: `canzona::sym_gemm`, `gemm_axpby`, `pad_cast` and `div_cast`.
 
 They are registered with torch, so graphs that call them can be traced, printed and checked without a GPU. On a CPU they
 are the plain torch references, on CUDA the kernels. All dims before the last two are batch dims.
@@ -13,10 +13,13 @@ SYM_GEMM(a, b, c, *, alpha, beta, diag, trans) is alpha A (B or A)^T + beta C + 
     rounding if a library runs. The caller knows that the product is symmetric in exact arithmetic.
 
 GEMM_AXPBY(factor, x, *, alpha, beta, right) is alpha X + beta F X, or alpha X + beta X F if `right`.
-    factor: [..., M, M], or [..., N, N] if `right`. x: [..., M, N]. Result: [..., M, N] in the dtype of x, contiguous.
+    factor: [..., M, M], or [..., N, N] if `right`. x: [..., M, N]. Result: [..., M, N] in the dtype and the strides of x.
 
 PAD_CAST(x, *, dtype) is `kernels.padding.pad_cast`: [..., M, N] to [..., Mp, Np] of `dtype`, padded with zeros to
     multiples of 16.
+
+DIV_CAST(x, y, *, dtype) is x / y in float32 at least, rounded to `dtype` once. x: [..., M, N], y broadcasts to it. Result:
+    [..., M, N] in the strides of x. It reads x and writes the result, where a division and a cast do both twice.
 """
 
 from __future__ import annotations
@@ -85,11 +88,11 @@ def _gemm_axpby_shape(
     size = x.shape[-1] if right else x.shape[-2]
     if factor.shape != (*x.shape[:-2], size, size):
         raise ValueError(f"the factor is {list(factor.shape)}, not {[*x.shape[:-2], size, size]}")
-    return x.new_empty(x.shape)
+    return torch.empty_like(x)
 
 
 def _gemm_axpby_reference(factor: Tensor, x: Tensor, **scalars: float) -> Tensor:
-    return axpby_kernel.reference(factor, x, **scalars).contiguous()  # type: ignore[arg-type]
+    return axpby_kernel.reference(factor, x, **scalars, out=torch.empty_like(x))  # type: ignore[arg-type]
 
 
 def _pad_cast_shape(x: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -98,6 +101,16 @@ def _pad_cast_shape(x: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 def _pad_cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     return padding.pad_cast(x, dtype)
+
+
+def _div_cast_shape(x: Tensor, y: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _div_cast(x: Tensor, y: Tensor, *, dtype: torch.dtype) -> Tensor:
+    y = y.view((1,) * x.ndim) if y.ndim == 0 else y  # torch would round a number to the dtype of x
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return torch.div(x, y.to(wide), out=torch.empty_like(x, dtype=dtype))
 
 
 SYM_GEMM = register(
@@ -114,3 +127,4 @@ GEMM_AXPBY = register(
     cuda=axpby_kernel.gemm_axpby,
 )
 PAD_CAST = register("pad_cast(Tensor x, *, ScalarType dtype) -> Tensor", _pad_cast_shape, _pad_cast)
+DIV_CAST = register("div_cast(Tensor x, Tensor y, *, ScalarType dtype) -> Tensor", _div_cast_shape, _div_cast)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.step import Batch, Form, MicroGroup, Placed, Step
 from canzona_compile.lowering.batch_graph import lift_stacked
 from canzona_compile.lowering.stacking import runs_on_stack, stacks
@@ -46,12 +47,20 @@ class Batching:
             return placed
         lifted = lift_stacked(
             placed.compute,
-            [w.name for w in placed.gather] if placed.kind.sharded or placed.kind.lead else [],
+            stacked_wires(placed, machine),
             placed.template.numbers,
             runs_on_stack(placed, machine, self.exact),
             foreach=machine.device == "cpu",
         )
         return replace(placed, stacked=lifted)
+
+
+def stacked_wires(placed: Placed, machine: Machine) -> list[str]:
+    """The wires that a stacked batch gets as one tensor: what ranks gather, and what kernels for CUDA prepare."""
+    if placed.kind.sharded or placed.kind.lead:
+        return [wire.name for wire in placed.gather]
+    made = zip(placed.gather, outputs(placed.prepare), strict=False)
+    return [wire.name for wire, node in made if machine.device == "cuda" and node.op != "placeholder"]
 
 
 def batches(step: Step, micro_group: MicroGroup, placed: dict[str, Placed]) -> tuple[Batch, ...]:

@@ -238,12 +238,16 @@ class ProgramWriter(ProgramBuilder):
             self.launch(g, "pack")
 
     def gathered(self, g: GroupView, b: int, batch: Batch, placed: Placed) -> dict[str, fx.Node]:
-        """The whole wire values of a batch, by name."""
+        """The whole wire values of a batch, by name: stacks, where the graph of the batch takes stacks."""
         if Phase.GATHER in g.exchanges:
             return {wire.name: self.unpack(g, batch, wire, f"g{g.group.index}_b{b}") for wire in placed.gather}
         segment = (batch.placed, batch.param_group)
         i = next((i for i, s in enumerate(g.segments) if s.near and (s.placed.name, s.group) == segment), -1)
-        return {wire.name: g.wires[i, wire.name] for wire in placed.gather}
+        ready = {wire.name: g.stacks.get((i, wire.name)) or g.wires[i, wire.name] for wire in placed.gather}
+        for name in placed.stacked.inputs if batch.stacked and placed.stacked and not placed.kind.lead else ():
+            if (i, name) not in g.stacks:
+                ready[name] = self.call(program_ops.stack, ready[name])
+        return ready
 
     def compute_batch(self, g: GroupView, b: int, batch: Batch, placed: Placed, inputs: dict[str, fx.Node]) -> None:
         where = f"g{g.group.index}_b{b}"

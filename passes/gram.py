@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
-from canzona_compile.analysis.linear_algebra import any_strides, flipped
-from canzona_compile.analysis.newton_schulz import Polynomial, ProductChain, chains, in_float32, normalised
+from canzona_compile.analysis.linear_algebra import any_strides, flipped, root, source
+from canzona_compile.analysis.newton_schulz import Polynomial, ProductChain, chains, normalised, normalised_as
 from canzona_compile.analysis.roofline import product_seconds
-from canzona_compile.ir.fx_utils import cast, drop_dead_code, insert_call, tensor_value
+from canzona_compile.ir.fx_utils import cast, casts, drop_dead_code, insert_call, outputs, tensor_value
 from canzona_compile.ir.step import Form, Placed, Step, Template
 from canzona_compile.machine.hardware import Hardware, hardware_of
 
@@ -110,8 +110,33 @@ def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
     compute = rewritten(cut.compute, cut.template, hardware)
     if compute is cut.compute:
         return cut
-    cost = cut.kind.matrices * symbolic_flops(compute, cut.template)
-    return replace(cut, compute=compute, cost=cost, flops=flops_of(cost, cut.template.shape))
+    cut = with_late_casts(replace(cut, compute=compute))
+    cost = cut.kind.matrices * symbolic_flops(cut.compute, cut.template)
+    return replace(cut, cost=cost, flops=flops_of(cost, cut.template.shape))
+
+
+def with_late_casts(cut: Placed) -> Placed:
+    """Let apply do the last cast of a result, where it goes to another dtype of the same size."""
+    compute, apply, scatter = copy.deepcopy(cut.compute), copy.deepcopy(cut.apply), list(cut.scatter)
+    results = list(outputs(compute))
+    placeholders = {str(node.target): node for node in apply.nodes if node.op == "placeholder"}
+    for place, (wire, found) in enumerate(zip(cut.scatter, results, strict=False)):
+        node, turned = root(found)
+        inside, given = source(node), placeholders.get(wire.name)
+        if not casts(node) or inside is None or given is None or results.count(found) > 1:
+            continue
+        value = inside.meta["val"]
+        if value.dtype.itemsize != wire.itemsize or not value.dtype.is_floating_point:
+            continue
+        with compute.inserting_before(found.next):
+            results[place] = flipped(compute, inside) if turned else inside
+        given.meta["val"] = given.meta["val"].to(value.dtype)
+        with apply.inserting_after(given):
+            late = cast(apply, given, wire.dtype)
+        given.replace_all_uses_with(late, delete_user_cb=lambda user, late=late: user is not late)
+        scatter[place] = replace(wire, dtype=value.dtype)
+    compute.output_node().args = (tuple(results),)
+    return replace(cut, compute=drop_dead_code(compute), apply=apply, scatter=tuple(scatter))
 
 
 def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Graph:
@@ -140,11 +165,13 @@ def rewrite(graph: fx.Graph, chain: ProductChain) -> bool:
     if value is None or steps is None or not normalised(chain.start):
         return False
     narrow = value.dtype.itemsize == 2
+    lies_turned = value.stride()[-1] != 1 == value.stride()[-2]  # as it does where a step transposes what is tall
     with graph.inserting_before(chain.end):
-        x = cast(graph, in_float32(graph, chain.start), torch.float16) if narrow else chain.start
-        writer = GramWriter(graph, chain.flipped)
+        x = normalised_as(graph, chain.start, torch.float16) if narrow else chain.start
+        x = flipped(graph, x) if lies_turned else x
+        writer = GramWriter(graph, chain.flipped is not lies_turned)
         x = writer.segment(writer.segment(x, steps[:RESTART]), steps[RESTART:])
-        x = cast(graph, x, value.dtype)
+        x = cast(graph, flipped(graph, x) if lies_turned else x, value.dtype)
     chain.end.replace_all_uses_with(x)
     drop_dead_code(graph)
     return True

@@ -146,7 +146,7 @@ def any_strides(graph: fx.Graph) -> None:
 
 
 def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert the transpose of a matrix.
+    """Insert the transpose of a matrix, or find it.
 
     Args:
         node: [..., m, n].
@@ -154,6 +154,8 @@ def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
     Returns:
         A view [..., n, m].
     """
+    if swaps(node):
+        return node.all_input_nodes[0]
     ndim = len(shape_of(node))
     return insert_call(graph, aten.permute.default, (node, [*range(ndim - 2), ndim - 1, ndim - 2]))
 

@@ -8,7 +8,7 @@ begin with a matrix that the graph divides by its norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from canzona_compile.analysis.linear_algebra import (
 )
 from canzona_compile.analysis.linear_algebra import source as source_of
 from canzona_compile.ir.fx_utils import ancestors, casts, insert_call, tensor_value
+from canzona_compile.kernels.ops import DIV_CAST
 
 aten = torch.ops.aten
 
@@ -244,7 +245,7 @@ def added(a: PolynomialForm, b: PolynomialForm) -> PolynomialForm | None:
 
 # -- the division by the norm ---------------------------------------------------------------------
 
-# The operators that `in_float32` takes a second time.
+# The operators that `normalised_as` takes a second time.
 NORMALISING = frozenset(
     {
         *(aten.permute.default, aten.transpose.int, aten.t.default, aten.expand.default, aten.clamp.default),
@@ -301,24 +302,39 @@ def origin(node: fx.Node) -> fx.Node:
         node = inside
 
 
-def in_float32(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert a normalised 16-bit matrix a second time, at the insert point, without rounding before the end."""
+def normalised_as(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Insert a normalised 16-bit matrix a second time, at the insert point, rounded at the end alone.
+
+    The norm is summed in float32. It and the division read the matrix as it was before the graph rounded it.
+    """
     made: dict[fx.Node, fx.Node] = {}
 
-    def wide(node: fx.Node) -> fx.Node:
+    def again(node: fx.Node, inside: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        args, kwargs = fx.map_arg(node.args, inside), fx.map_arg(node.kwargs, inside)
+        kept = {name: value for name, value in kwargs.items() if name != "dtype"}
+        if node.target is aten.linalg_vector_norm.default:
+            kept["dtype"] = torch.float32
+        elif args == node.args:
+            return node
+        return insert_call(graph, node.target, args, kept, name=node.target.overloadpacket.__name__)
+
+    def unrounded(node: fx.Node) -> fx.Node:
         value, inside = tensor_value(node), source_of(node)
         if value is None or value.dtype.itemsize > 2 or not value.dtype.is_floating_point:
             return node
         if node not in made:
             before = None if inside is None else tensor_value(inside)
             if casts(node) and before is not None and before.dtype.is_floating_point and before.dtype.itemsize <= 4:
-                made[node] = wide(inside)  # type: ignore[arg-type]
-            elif node.target in NORMALISING:
-                args, kwargs = fx.map_arg(node.args, wide), fx.map_arg(node.kwargs, wide)
-                kept = {name: v for name, v in kwargs.items() if name != "dtype"}
-                made[node] = insert_call(graph, node.target, args, kept, name=node.target.overloadpacket.__name__)
+                made[node] = unrounded(inside)  # type: ignore[arg-type]
             else:
-                made[node] = insert_call(graph, aten._to_copy.default, (node,), {"dtype": torch.float32})
+                made[node] = again(node, unrounded) if node.target in NORMALISING else node
         return made[node]
 
-    return wide(node)
+    def divided(node: fx.Node) -> fx.Node:
+        if node.target is not aten.div.Tensor:
+            inside = source_of(node)
+            return divided(inside) if casts(node) and inside is not None else again(node, divided)
+        operands = [unrounded(own) for own in node.args if isinstance(own, fx.Node)]
+        return insert_call(graph, DIV_CAST, tuple(operands), {"dtype": dtype})
+
+    return divided(node)

@@ -109,10 +109,11 @@ def entries(value: Any) -> Sequence[Any] | None:
 def stack(values: Sequence[Tensor]) -> Tensor:
     """Stack n tensors [...] to one tensor [n, ...].
 
-    On CPU transposed matrices stay transposed in memory: libraries round products of others otherwise.
+    Transposed matrices stay transposed in memory. So nothing is read or written across its rows, and libraries, which
+    round products of others otherwise, keep their bits.
     """
     first = values[0]
-    if not first.is_contiguous() and first.device.type == "cpu" and first.ndim == 2 and first.mT.is_contiguous():
+    if not first.is_contiguous() and first.ndim == 2 and first.mT.is_contiguous():
         return torch.stack([value.mT for value in values]).mT
     return torch.stack(list(values))
 
@@ -128,7 +129,7 @@ def join(values: Tensor | Sequence[Tensor], dims: int) -> Tensor:
     if len(flat) == 1:
         return flat[0]
     first = flat[0]
-    if not first.is_contiguous() and first.device.type == "cpu" and first.ndim == 3 and first.mT.is_contiguous():
+    if not first.is_contiguous() and first.ndim == 3 and first.mT.is_contiguous():
         return torch.cat([value.mT for value in flat]).mT
     return torch.cat(flat)
 

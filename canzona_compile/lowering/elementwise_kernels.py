@@ -17,7 +17,7 @@ from canzona_compile.codegen.source import Expressions, PointwiseProgram, copyin
 from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import outputs, placeholders, subgraph, tensor_value
-from canzona_compile.ir.program import Views
+from canzona_compile.ir.program import Views, Whole
 from canzona_compile.ir.step import Phase, Placed, Role
 from canzona_compile.lowering.batch_graph import lift_apply
 from canzona_compile.lowering.builder import ProgramBuilder
@@ -142,7 +142,7 @@ class Kernels:
                 g.wires[i, names[n]] = self._leaf(segment, str(node.target), where)
                 continue
             else:
-                own = [self._prepared(g, segment, node, f"{where}_{names[n]}_prepared")]
+                own = [self._prepared(g, i, names[n], node)]
             if own:
                 g.wires[i, names[n]] = own[0]
                 wanted.append(n)
@@ -256,13 +256,18 @@ class Kernels:
         places = enumerate(g.sends(Phase.GATHER, segment, segment.placed.gather[n]))
         return [self.program.bind(f"{label}{c}", views) for c, views in places]
 
-    def _prepared(self, g: GroupView, segment: TaskSegment, node: fx.Node, label: str) -> fx.Node:
-        """Memory of the program for a prepared value that this rank itself uses."""
-        value = tensor_value(node)
+    def _prepared(self, g: GroupView, i: int, name: str, node: fx.Node) -> fx.Node:
+        """Memory of the program for a prepared value that this rank itself uses: one stack, if compute takes one."""
+        value, segment = tensor_value(node), g.segments[i]
         assert value is not None
         sizes = [task.layout.boxes[g.at[1]].size for task in segment.tasks]
+        label, stacked = f"g{g.group.index}_s{i}_{name}", segment.placed.stacked
+        if stacked and name in stacked.inputs and any(b.stacked and b.tasks == segment.names for b in g.group.batches):
+            stack = g.memory.prepared(g.group.index, value.dtype, (len(sizes), *sizes[0]))
+            g.stacks[i, name] = self.program.bind(f"{label}_stack", Whole(stack))
+            return self.program.bind(f"{label}_prepared", Views(stack.rows()))
         views = tuple(g.memory.prepared(g.group.index, value.dtype, size) for size in sizes)
-        return self.program.bind(label, Views(views))
+        return self.program.bind(f"{label}_prepared", Views(views))
 
 
 def numbers_of(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:

@@ -43,6 +43,7 @@ class GroupView:
 
     Attributes:
         wires: prepared wires and kept values, by the index of their segment and by name.
+        stacks: those wires that prepare has written into one stack.
         results: for each task, its batch and the results of the batch.
         commits: what the micro-group's apply writes into resident state: target, value, and the dtypes of both.
     """
@@ -53,6 +54,7 @@ class GroupView:
         self.grid: Grid = self.tasks[0].layout.grid
         self.at: Coordinate = self.grid.find(rank)
         self.wires: dict[tuple[int, str], fx.Node] = {}
+        self.stacks: dict[tuple[int, str], fx.Node] = {}
         self.results: dict[str, tuple[Batch, tuple[fx.Node, ...]]] = {}
         self.work: dict[Phase, fx.Node] = {}
         self.commits: list[tuple[fx.Node, fx.Node, torch.dtype, torch.dtype]] = []

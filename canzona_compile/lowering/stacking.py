@@ -14,7 +14,7 @@ from canzona_compile.analysis.flops import addend, factors, flips, turned
 from canzona_compile.ir.bit_exactness import batches_equal, position_free, reductions_equal
 from canzona_compile.ir.fx_utils import pointwise, tensor_value
 from canzona_compile.ir.step import Placed
-from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
+from canzona_compile.kernels.ops import DIV_CAST, GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lowering.batch_graph import REDUCTIONS, factorization, product, starts_stack
 from canzona_compile.machine.hardware import Machine, hardware_of
 
@@ -64,7 +64,7 @@ def stackable(node: fx.Node, machine: Machine, exact: bool, library: bool = Fals
         return product(node) and plain and equal
     if node.target in DIMS:
         return negative_dims(node)
-    if node.target in (aten.permute.default, PAD_CAST):
+    if node.target in (aten.permute.default, PAD_CAST, DIV_CAST):
         return True
     if node.target in REDUCTIONS:
         operand = tensor_value(node.all_input_nodes[0])

@@ -53,9 +53,9 @@ def accelerator(**options: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def fsdp2() -> Iterator[Any]:
+def fsdp2(**options: Any) -> Iterator[Any]:
     """An Accelerator for FSDP2 on gloo ranks; it would take FSDP for plain DDP where there are only CPUs."""
-    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **options)
     with accelerator(fsdp_plugin=plugin) as made:
         # Where it looks again, whenever something asks for its state.
         accelerate.PartialState().distributed_type = accelerate.DistributedType.FSDP
@@ -169,8 +169,8 @@ def test_an_optimizer_whose_step_is_hidden_is_refused() -> None:
 # -- FSDP2 -------------------------------------------------------------------------------------
 
 
-def train_sharded(when: str) -> tuple[list[Tensor], int, list[str]]:
-    with fsdp2() as made:
+def train_sharded(when: str, **policy: Any) -> tuple[list[Tensor], int, list[str]]:
+    with fsdp2(**policy) as made:
         training = Training(made, when, FAR)
         training.steps(batches())
         report = training.inner.canzona.report()
@@ -184,6 +184,15 @@ def test_with_fsdp2(when: str) -> None:
     for found, world, strategies in run(2, train_sharded, when, after=partial(trained, when, FAR)):
         assert (world, strategies) == (2, ["owner"] * MATRICES)
         assert equal(found, expected) == [True] * MATRICES
+
+
+def by_size() -> tuple[list[Tensor], int, list[str]]:
+    return train_sharded("before", auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=39)
+
+
+def test_layers_above_a_size_are_sharded_by_themselves() -> None:
+    expected, _ = trained("plain", FAR)
+    assert [equal(found, expected) for found, _, _ in run(2, by_size)] == [[True] * MATRICES] * 2
 
 
 def train_clipped() -> tuple[list[str], list[str]]:

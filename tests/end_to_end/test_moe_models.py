@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from canzona_compile import hidden_matrices, optimizer_for
+from canzona_compile import hidden_matrices, optimizer_for, plan
 from canzona_compile.api.whole_model import MUON, chained, in_groups, tells_sides_apart
 from canzona_compile.ir.split import rows_of
 from canzona_compile.optimizers import KLSOAP, SOAP, KLShampoo, NorMuon, Shampoo
@@ -66,6 +66,16 @@ def test_muon_trains_nine_tenths(name: str) -> None:
     trained = sum(elements[name] for name, _ in choice.matrices)
     assert trained >= 0.9 * sum(elements.values())
     assert {row.kind for row in choice.rows if "stack of 4 experts" in row.why} == {"matrix"}
+
+
+@pytest.mark.parametrize(("kind", "name"), crossed(list(KINDS), [*MODELS], most=2))
+def test_every_optimizer_trains_as_much(kind: str, name: str) -> None:
+    """Planned from shapes, without ranks: what Muon would train, whichever the optimizer."""
+    with torch.device("meta"):
+        model = moe_model(name)
+    planned = plan(model, mesh={"fsdp": 2}, optimizer=kind.replace("_", "-"), hardware="cpu", alternatives=False)
+    choice = hidden_matrices(model, batch_dims=True)
+    assert planned.forecast.elements == sum(param.numel() for _, param in choice.matrices)
 
 
 # -- layouts ---------------------------------------------------------------------------------------

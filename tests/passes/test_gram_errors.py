@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from canzona_compile.kernels.ops import DIV_CAST
 from canzona_compile.lowering.symmetric_products import rewritten as with_halves
 from canzona_compile.passes.gram import PUBLISHED
 from tests.harness.random_graphs import evaluate
@@ -104,5 +105,5 @@ def test_only_sixteen_bits_become_float16() -> None:
     wide = {
         n.target: n.meta["val"].dtype for n in graphs("Jordan", False)[1].nodes if isinstance(n.meta.get("val"), Tensor)
     }
-    assert wide[aten.linalg_vector_norm.default] == wide[aten.div.Tensor] == torch.float32
+    assert (wide[aten.linalg_vector_norm.default], wide[DIV_CAST]) == (torch.float32, torch.float16)
     assert wide[aten.mm.default] == torch.float16

@@ -1,0 +1,52 @@
+"""What programs for CUDA read and write, launch and scatter: counted, so that none of it comes back unseen."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from canzona_compile.ir.step import Step
+from tests.lowering import emitted_steps
+from tests.lowering.emitted_steps import emitted
+from tests.lowering.traffic import Traffic, traffic
+
+pytest.importorskip("triton")
+TALL_AND_WIDE = ((128, 32), (32, 128))  # in 32 x 32 numbers of their Gram matrices are few
+MATRICES = 8
+ELEMENTS = MATRICES * 128 * 32
+
+
+def counted(grid: tuple[int, int], numerics: Any, matrices: int = MATRICES) -> dict[str, Traffic]:
+    """Muon's step, float32, of tall and of wide matrices."""
+    with mock.patch.object(emitted_steps, "SHAPES", TALL_AND_WIDE):
+        emitted_steps.scheduled.cache_clear()
+        step: Step = emitted("muon", grid, matrices=matrices, numerics=numerics)
+    emitted_steps.scheduled.cache_clear()
+    return traffic(step)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_bytes_per_element_on_one_gpu(numerics: Any) -> None:
+    """Gradient, momentum and parameter are read, two of them written; what is between them has 16 bits."""
+    found = counted((1, 1), numerics)
+    assert {name: own.moved / ELEMENTS for name, own in found.items() if name != "compute"} == {
+        "prepare": 4 + 4 + 4 + 2,
+        "apply": 4 + 2 + 4,
+    }
+    # The norm reads, and the division reads and writes. Fast numerics also moves the diagonal of a first factor.
+    assert 6 <= found["compute"].moved / ELEMENTS < {"exact": 6.1, "fast": 8.5}[numerics]
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_tall_matrices_are_read_as_they_lie(grid: tuple[int, int], numerics: Any) -> None:
+    assert {name for name, own in counted(grid, numerics).items() if own.scattered} == set()
+
+
+def test_launches_do_not_grow_with_matrices() -> None:
+    """Of two shapes: a norm, a clamp and a division each, and three products per step of Newton-Schulz."""
+    few, many = counted((1, 1), "exact"), counted((1, 1), "exact", matrices=4 * MATRICES)
+    assert {name: own.launches for name, own in few.items()} == {"prepare": 1, "compute": 2 * (3 + 15), "apply": 1}
+    assert [own.launches for own in many.values()] == [own.launches for own in few.values()]
