@@ -110,10 +110,10 @@ def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
 
 
 def axpby_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
-    """X row-major; turned: X column-major."""
+    """All row-major; turned: X and Y column-major, as of a tall matrix that was transposed."""
     types = dict.fromkeys("fxy", "*bf16") | dict.fromkeys(("alpha", "beta"), "fp32")
     types |= {"M": "i32", "N": "i32"}
-    unit = dict.fromkeys((f"{x}_{'row' if turned else 'col'}" for x in "fxy"), 1)
+    unit = {"f_col": 1, **dict.fromkeys(("x_row", "y_row") if turned else ("x_col", "y_col"), 1)}
     strides = [f"{x}_{dim}" for x in "fxy" for dim in ("batch", "row", "col")]
     types |= {s: "i64" if s.endswith("batch") else "i32" for s in strides if s not in unit}
     constants = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "BAND": tile.band, "UPCAST": False}
@@ -123,15 +123,15 @@ def axpby_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Cas
 
 
 def axpby_tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
-    """L and R row-major; turned: both column-major."""
-    left = (tile.k, tile.m) if turned else (tile.m, tile.k)
+    """All row-major; turned: Y^T = X^T F^T is, so L is X^T and R, which is F^T, column-major."""
+    left = (tile.m, tile.k)
     right = (tile.n, tile.k) if turned else (tile.k, tile.n)
     blocks = {"left": left, "right": right, "add": (tile.m, tile.m), "y": (tile.m, tile.m)}
     types = {name: f"tensordesc<bf16[1, {rows}, {columns}]>" for name, (rows, columns) in blocks.items()}
     types |= dict.fromkeys(("alpha", "beta"), "fp32")
     types |= dict.fromkeys(("M", "N", "K", "left_step", "right_step", "add_step"), "i32")
     constants = {"BLOCK": tile.m, "WIDE": tile.n // tile.m, "BLOCK_K": tile.k, "BAND": tile.band}
-    constants |= {"LEFT_TURNED": turned, "RIGHT_TURNED": turned, "UPCAST": False}
+    constants |= {"LEFT_TURNED": False, "RIGHT_TURNED": turned, "UPCAST": False}
     variant = "turned" if turned else ""
     return Case("gemm_axpby", arch, choice, variant, gemm_axpby_tma, types, constants, frozenset({"M", "N", "K"}))
 

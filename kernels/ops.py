@@ -13,13 +13,13 @@ SYM_GEMM(a, b, c, *, alpha, beta, diag, trans) is alpha A (B or A)^T + beta C + 
     rounding if a library runs. The caller knows that the product is symmetric in exact arithmetic.
 
 GEMM_AXPBY(factor, x, *, alpha, beta, right) is alpha X + beta F X, or alpha X + beta X F if `right`.
-    factor: [..., M, M], or [..., N, N] if `right`. x: [..., M, N]. Result: [..., M, N] in the dtype and the strides of x.
+    factor: [..., M, M], or [..., N, N] if `right`. x: [..., M, N]. Result: [..., M, N], of the dtype and strides of x.
 
 PAD_CAST(x, *, dtype) is `kernels.padding.pad_cast`: [..., M, N] to [..., Mp, Np] of `dtype`, padded with zeros to
     multiples of 16.
 
-DIV_CAST(x, y, *, dtype) is x / y in float32 at least, rounded to `dtype` once. x: [..., M, N], y broadcasts to it. Result:
-    [..., M, N] in the strides of x. It reads x and writes the result, where a division and a cast do both twice.
+DIV_CAST(x, y, *, dtype) is x / y in float32 at least, rounded to `dtype` once. x: [..., M, N], y broadcasts to it.
+    Result: [..., M, N] in the strides of x. It reads x and writes the result; a division and a cast do both twice.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def build() -> nn.Module:
 
 # --8<-- [start:line]
 model = fully_shard(build())
-average = fully_shard(build(), reshard_after_forward=True)  # or it keeps the weights of its first forward pass
+average = fully_shard(build(), reshard_after_forward=True)  # else evaluations reuse what the first one gathered
 optimizer = canzona_compile.muon_adamw(model, lr=1e-2)
 pairs = list(average.parameters()), list(model.parameters())  # each rank's shards
 update = get_ema_multi_avg_fn(0.9)

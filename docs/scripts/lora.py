@@ -48,9 +48,15 @@ for step in range(20):
 
 folder = tempfile.mkdtemp()
 # --8<-- [start:save]
-options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on rank 0 only
+# Whole tensors, on rank 0 only; frozen weights stay where they are.
+options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 weights = get_model_state_dict(model, options=options)
 if dist.get_rank() == 0:
     model.save_pretrained(folder, state_dict=weights)  # adapter_model.safetensors and adapter_config.json
-# --8<-- [end:save]
+    # --8<-- [end:save]
+    loaded = peft.PeftModel.from_pretrained(Decoder(), folder)
+    own = {name: param for name, param in loaded.named_parameters() if name in weights}
+    assert len(own) == len(weights)
+    assert all(torch.equal(param, weights[name]) for name, param in own.items())
+    print(f"loaded {len(own)} tensors, equal to the bit")
 dist.destroy_process_group()

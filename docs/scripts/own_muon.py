@@ -21,7 +21,7 @@ def build() -> torch.optim.Optimizer:
     optimizer = SingleDeviceMuonWithAuxAdam(
         [{"params": matrices, "use_muon": True, "lr": 0.02}, {"params": others, "use_muon": False, "lr": 1e-3}]
     )
-    canzona_compile.wrap(optimizer)
+    canzona_compile.wrap(optimizer, model=model)  # whose names reports then show
     # --8<-- [end:line]
     return optimizer
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile.ir.split import rows_of
 from tests.harness.beside import BesidePlain
+from tests.harness.layouts import full
 from tests.harness.model_pairs import update
 from tests.harness.moe_models import moe_model
 from tests.harness.ranks import run
@@ -101,12 +103,16 @@ def test_hidden_matrices_are_the_factors() -> None:
     assert others == {"embed.lora_embedding_A.default", "embed.lora_embedding_B.default", *score}
 
 
-def test_factors_of_each_expert() -> None:
-    """PEFT keeps those of all experts in one A and one B. A part of either reaches the weights of one expert only."""
+def adapted_experts() -> Any:
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=[], target_parameters=stacks)
-    model: Any = peft.get_peft_model(moe_model("mixtral"), config)
+    return peft.get_peft_model(moe_model("mixtral"), config)
+
+
+def test_factors_of_each_expert() -> None:
+    """PEFT keeps those of all experts in one A and one B. A part of either reaches the weights of one expert only."""
+    model = adapted_experts()
     choice = canzona_compile.hidden_matrices(model)
     assert len(choice.splits) == len(choice.matrices) == 8
     assert {row.why for row in choice.rows if row.kind == "matrix"} == {
@@ -123,3 +129,25 @@ def test_factors_of_each_expert() -> None:
                 assert part == f"expert{expert}"
                 params[name].index_fill_(split.dim, rows, 0.0)
                 assert wrapper.get_delta_weight("default").any(-1).any(-1).tolist() == [i > expert for i in range(4)]
+
+
+def stepped(ranks: int) -> list[Tensor]:
+    """The factors after a few steps on gradients that are the same for any number of ranks."""
+    model = adapted_experts()
+    if ranks > 1:
+        fully_shard(model)
+    optimizer = canzona_compile.muon_adamw(model, lr=0.1)
+    for step in range(STEPS):
+        random = torch.Generator().manual_seed(step)
+        for _, param in trained(model):
+            grad = torch.randn(param.shape, generator=random)
+            sharded = isinstance(param, DTensor)
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if sharded else grad
+        optimizer.step()
+    return [full(param) for _, param in trained(model)]
+
+
+@pytest.mark.full
+def test_factors_of_each_expert_on_ranks() -> None:
+    alone = stepped(1)
+    assert [list(map(torch.equal, alone, found)) for found in run(2, stepped, 2)] == [[True] * len(alone)] * 2

@@ -73,6 +73,15 @@ def test_leading_dims_are_none_or_many_and_broadcast(choice: KernelChoice) -> No
 
 
 @each_kernel
+def test_results_lie_as_their_summands(choice: KernelChoice) -> None:
+    """A tall matrix that was transposed is read and written along its memory."""
+    factor, x = random(2, 24, 24, dtype=torch.bfloat16), random(2, 40, 24, dtype=torch.bfloat16, seed=1).mT
+    result = gemm_axpby(factor, x, choice=choice)
+    assert result.stride() == x.stride()
+    close(result, *exact(factor, x, 1, 1, False))
+
+
+@each_kernel
 def test_whole_numbers_are_exact(choice: KernelChoice) -> None:
     factor, x = integers(2, 24, 24, dtype=torch.bfloat16), integers(2, 24, 40, dtype=torch.bfloat16, seed=1)
     result = gemm_axpby(factor, x, alpha=3.0, beta=-1.0, choice=choice)

@@ -1,4 +1,4 @@
-"""What a rank's program for CUDA moves: the launches, bytes and scattered elements of its stages, counted on the CPU."""
+"""What a rank's program for CUDA moves: launches, bytes and scattered elements of its stages, counted on the CPU."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ class Operators(TorchDispatchMode):
             return made
         if "empty" in op.name():
             return made
+        alike = [(t, one) for t in given for one in results if t.shape == one.shape]
         self.own.launches += 1
         if any(word in op.name() for word in ("mm", "gemm")):
             self.own.products += 1
-            summands = [(t, one) for t in given for one in results if t.shape == one.shape and t.shape[-1] != t.shape[-2]]
-            self.own.scattered += sum(t.numel() for t, one in summands if turned(t) != turned(one))
+            alike = [(t, one) for t, one in alike if t.shape[-1] != t.shape[-2]]  # others may be factors
         else:
             self.own.moved += sum(t.numel() * t.itemsize for t in (*given, *results))
-            self.own.scattered += sum(t.numel() for t in given for one in results if t.shape == one.shape and turned(t) != turned(one))
+        self.own.scattered += sum(t.numel() for t, one in alike if turned(t) != turned(one))
         return made
 
 
