@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from canzona_compile.ir.step import Act, Event, Form, MicroGroup, Step
@@ -34,7 +35,7 @@ class Schedule:
     def __call__(self, step: Step) -> Step:
         meetings = (Event(Act.MEET, group.index) for group in silent(step))
         apart = step.machine.device != "cpu" and self.depth > 1
-        fetching = {group.index for group in step.micro_groups if step.fetches(group)}
+        fetching = {group.index: step.fetches(group) for group in step.micro_groups}
         events = (*meetings, *pipelined(step.micro_groups, self.depth, apart, fetching))
         buffers = plan_buffers(step, events, apart)
         return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
@@ -51,17 +52,21 @@ def silent(step: Step) -> Iterator[MicroGroup]:
             yield group
 
 
-def stages(group: MicroGroup, apart: bool = False, fetching: Collection[int] = ()) -> list[list[Act]]:
+Fetching = Mapping[int, tuple[bool, bool]]  # by micro-group: whether it fetches state, and whether from the host
+
+
+def stages(group: MicroGroup, apart: bool = False, fetching: Fetching = MappingProxyType({})) -> list[list[Act]]:
     """The events of a micro-group, cut into stages where it may wait for a collective.
 
     Args:
         apart: whether apply runs on another stream than compute. That stream would wait before it unpacks the next
-            micro-group.
-        fetching: the micro-groups that fetch state; one that does so on a stream of its own does it a stage earlier.
+            micro-group. And whether state is fetched on a stream of its own: from the host a stage earlier, as links to
+            it are slow. On the device that would only hold the open state of two micro-groups at once.
     """
-    fetches = group.index in fetching
+    fetches, afar = fetching.get(group.index, (False, False))
     found: list[list[Act]] = [[Act.FETCH]] if fetches else [[]]
-    if fetches and apart:
+    early = apart and afar
+    if early:
         found.append([])
     found[-1].append(Act.PREPARE)
     if group.gather:
@@ -75,7 +80,7 @@ def stages(group: MicroGroup, apart: bool = False, fetching: Collection[int] = (
         if wanted:
             found[-1].append(start)
             found.append([wait])
-    if apart and group.gather and len(found) == 2 + fetches:
+    if apart and group.gather and len(found) == 2 + early:
         found.append([])
     found[-1].append(Act.APPLY)
     if fetches:
@@ -84,7 +89,7 @@ def stages(group: MicroGroup, apart: bool = False, fetching: Collection[int] = (
 
 
 def pipelined(
-    groups: tuple[MicroGroup, ...], depth: int, apart: bool = False, fetching: Collection[int] = ()
+    groups: tuple[MicroGroup, ...], depth: int, apart: bool = False, fetching: Fetching = MappingProxyType({})
 ) -> Iterator[Event]:
     """Order the events of all micro-groups: stage j of the i-th micro-group runs at time i + j * (depth - 1).
 
@@ -100,13 +105,9 @@ def pipelined(
     ]
     for *_, index, stage in sorted(timed, key=lambda t: t[:4]):
         yield from (Event(act, index) for act in stage)
-    alone = [
-        [Event(act, group.index) for stage in stages(group, fetching=fetching) for act in stage]
-        for group in groups
-        if not group.exchanges
-    ]
-    early = int(apart)  # whether a micro-group is fetched while the one before it computes
-    for i in range(len(alone) + early):
-        yield from (event for own in alone[i : i + 1] for event in own if event.act is Act.FETCH)
-        before = alone[i - early] if i >= early else []
-        yield from (event for event in before if event.act is not Act.FETCH)
+    alone = []
+    for i, group in enumerate(g for g in groups if not g.exchanges):
+        early = apart and fetching.get(group.index, (False, False))[1]  # while the micro-group before it computes
+        for act in (act for stage in stages(group, False, fetching) for act in stage):
+            alone.append((i - (early and act is Act.FETCH), act is not Act.FETCH, Event(act, group.index)))
+    yield from (event for *_, event in sorted(alone, key=lambda t: t[:2]))

@@ -310,13 +310,14 @@ def normalised_as(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node
     made: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node, inside: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        target: Any = node.target
         args, kwargs = fx.map_arg(node.args, inside), fx.map_arg(node.kwargs, inside)
         kept = {name: value for name, value in kwargs.items() if name != "dtype"}
-        if node.target is aten.linalg_vector_norm.default:
+        if target is aten.linalg_vector_norm.default:
             kept["dtype"] = torch.float32
         elif args == node.args:
             return node
-        return insert_call(graph, node.target, args, kept, name=node.target.overloadpacket.__name__)
+        return insert_call(graph, target, args, kept, name=target.overloadpacket.__name__)
 
     def unrounded(node: fx.Node) -> fx.Node:
         value, inside = tensor_value(node), source_of(node)

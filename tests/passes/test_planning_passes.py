@@ -349,3 +349,17 @@ def test_the_cost_of_muon_is_what_torch_counts(shape: Shape) -> None:
 
 def test_every_task_costs_something() -> None:
     assert flops_of(sympy.Integer(0), (4, 6)) == 1
+
+
+@pytest.mark.parametrize(("afar", "most"), [(False, 1), (True, 2)])
+def test_open_state_of_one_micro_group_at_a_time(afar: bool, most: int) -> None:
+    """What is fetched from the host comes earlier, so two are open."""
+    groups = tuple(MicroGroup(i, (f"w{i}",)) for i in range(4))
+    opened, seen = set[int](), []
+    for event in pipelined(groups, 2, apart=True, fetching=dict.fromkeys(range(4), (True, afar))):
+        if event.act is Act.FETCH:
+            opened.add(event.micro_group)
+        if event.act is Act.STORE:
+            opened.remove(event.micro_group)
+        seen.append(len(opened))
+    assert (max(seen), seen[-1]) == (most, 0)
