@@ -165,26 +165,37 @@ def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, devic
     def make(*dims: int) -> Tensor:
         return torch.randn(*dims, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
+    wide = make(batch, m, k)
+    # Tall matrices are transposed for the step, and stay as they lie in memory.
+    layouts = [("", wide)] if m == k else [("", wide), (" of tall ones", wide.mT.contiguous().mT)]
     if op == "sym_gemm":
-        a, c, d = make(batch, m, k), make(batch, m, m), torch.empty(batch, m, m, dtype=dtype, device=device)
+        c, d = make(batch, m, m), torch.empty(batch, m, m, dtype=dtype, device=device)
         c = c + c.mT
         alpha, beta = 1.0 / math.sqrt(k), 0.5
-        return [
-            CallForm("A A^T", d, lambda x: sym_gemm(a, out=d, choice=x), lambda i: sym_reference(a[i].double())),
-            CallForm(
-                "A A^T + C",
-                d,
-                lambda x: sym_gemm(a, c=c, alpha=alpha, beta=beta, out=d, choice=x),
-                lambda i: sym_reference(a[i].double(), c=c[i].double(), alpha=alpha, beta=beta),
-            ),
-        ]
-    factor, x = make(batch, m, m) / math.sqrt(m), make(batch, m, k)
-    y = torch.empty_like(x)
-    return [
-        CallForm(
-            "aX + bFX",
+
+        def squares(name: str, a: Tensor) -> list[CallForm]:
+            return [
+                CallForm(
+                    f"A A^T{name}", d, lambda x: sym_gemm(a, out=d, choice=x), lambda i: sym_reference(a[i].double())
+                ),
+                CallForm(
+                    f"A A^T + C{name}",
+                    d,
+                    lambda x: sym_gemm(a, c=c, alpha=alpha, beta=beta, out=d, choice=x),
+                    lambda i: sym_reference(a[i].double(), c=c[i].double(), alpha=alpha, beta=beta),
+                ),
+            ]
+
+        return [form for layout in layouts for form in squares(*layout)]
+    factor = make(batch, m, m) / math.sqrt(m)
+
+    def product(name: str, x: Tensor) -> CallForm:
+        y = torch.empty_like(x)
+        return CallForm(
+            f"aX + bFX{name}",
             y,
             lambda z: gemm_axpby(factor, x, alpha=0.5, beta=0.75, out=y, choice=z),
             lambda i: axpby_reference(factor[i].double(), x[i].double(), alpha=0.5, beta=0.75),
         )
-    ]
+
+    return [product(*layout) for layout in layouts]

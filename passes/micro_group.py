@@ -37,10 +37,11 @@ class FormMicroGroups:
     makespan follows from the number of micro-groups: the pass tries several numbers and predicts the time of each
     (`pipeline_seconds`), launches with it: matrices alike share theirs within a micro-group. On CUDA it also counts
     that products of small matrices are faster as a stack, and also tries to sort matrices that cost the same by their
-    kind, which gives fewer and larger stacks. It keeps those of the shortest time, or within 1% of it if nothing is
-    sent, or if communication overlaps computation. Of these it takes the one that holds the fewest bytes at once, and
-    the smaller number on a tie. Where communication and computation share the cores, that is one micro-group. A matrix
-    that alone exceeds the capacity is the only one that its owner has in its micro-group.
+    kind, which gives fewer and larger stacks. It keeps those of the shortest time, or within 1% of it if communication
+    overlaps computation. Of these it takes the one that holds the fewest bytes at once; on a tie, the smaller number.
+    Where communication and computation share the cores, that is one micro-group. A GPU that sends nothing computes all
+    of them one after the other, so there the fewest stacks are taken, unless steps open stored state. A matrix that
+    alone exceeds the capacity is the only one that its owner has in its micro-group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
 
@@ -84,6 +85,9 @@ class FormMicroGroups:
         capacity = dict(self.agreed).get(grid.members(), self.capacity)
         limits = [max(math.ceil(total / count), largest) for count in counts]
         plans = [pack(order, placed, limit, capacity) for limit in limits for order in orders]
+        opened = any(placed[t.placed].opened for t in tasks)  # whose memory grows with a micro-group
+        if grid.size == 1 and step.machine.device != "cpu" and not opened:
+            return min(plans, key=lambda plan: (stacks_of(plan), live_bytes(plan, placed, self.depth)))
         rates, machine = rates_of(step.machine, grid.members()), step.machine
         cuts = {t.placed for t in tasks}
         computed = {n: with_own_products(placed[n], machine) for n in cuts}
@@ -97,6 +101,11 @@ class FormMicroGroups:
         limit = min(times) * (1 + TOLERANCE * (rates.overlap > 0 or grid.size == 1))
         near = [plan for plan, time in zip(plans, times, strict=True) if time <= limit]
         return min(near, key=lambda plan: (live_bytes(plan, placed, self.depth), len(plan)))
+
+
+def stacks_of(plan: Sequence[Sequence[Task]]) -> int:
+    """How many stacks compute a plan of one rank."""
+    return sum(len({(task.placed, task.param_group) for task in group}) for group in plan)
 
 
 def with_own_products(placed: Placed, machine: Machine) -> Placed:

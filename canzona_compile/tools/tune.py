@@ -10,13 +10,16 @@ import os
 import shutil
 import time
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from canzona_compile.compat.telling import shown, tell
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.kernels import tuning_cache
 from canzona_compile.kernels.dispatch import KernelChoice, Operation, candidates
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
@@ -36,6 +39,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `tune` to its parser."""
     add = parser.add_argument
     add("shapes", nargs="*", metavar="BxMxN", help=f"batches of matrices (default: {' '.join(SHAPES)})")
+    add(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="the batches of a plan instead: the JSON of `plan`, or of a run's plan",
+    )
     add("--dtype", choices=DTYPES, help="dtype of the products (default: both; Gram iterations use float16)")
     add("--rounds", type=int, default=15, help="how often each candidate is measured (%(default)s)")
     add("--dry-run", action="store_true", help="measure and print, but do not save results for later runs")
@@ -55,7 +64,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(given: Namespace) -> int:
     """Measure all products of a Newton-Schulz step on the given matrices, print which kernel won, and keep that."""
-    shapes = [_parsed(text) for text in given.shapes or SHAPES]
+    if given.plan is not None and given.shapes:
+        raise CanzonaError("tune takes shapes or --plan, not both")
+    shapes = [_parsed(text) for text in given.shapes or SHAPES] if given.plan is None else planned(given.plan)
     if given.rounds < 1:
         raise CanzonaError(f"--rounds must be at least 1, not {given.rounds}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -154,6 +165,18 @@ def problems(shapes: list[tuple[int, int, int]]) -> list[tuple[Operation, tuple[
         found["sym_gemm", (batch, m, m)] = None
         found["gemm_axpby", (batch, m, n)] = None
     return list(found)
+
+
+def planned(path: Path) -> list[tuple[int, int, int]]:
+    """The batches that owners compute by a plan, each once, the most work first."""
+    plan = read_plan(path)
+    tasks = {task.name: task for task in plan.tasks if len(task.shape) > 1}
+    batches = Counter[tuple[Any, ...]]()
+    for index, group in enumerate(plan.groups):
+        for task in (tasks[name] for name in group if name in tasks):
+            batches[index, task.replica, task.owner, task.shape[-2:]] += math.prod(task.shape[:-2])
+    found = {(count, *shape) for (*_, shape), count in batches.items()}
+    return sorted(found, key=lambda shape: (-math.prod(shape) * min(shape[1:]), shape))
 
 
 def describe(verdict: Verdict) -> str:

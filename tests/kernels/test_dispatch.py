@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.dispatch import (
@@ -34,7 +35,7 @@ from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisions
 from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
 from canzona_compile.kernels.tuning_cache import GpuKind
-from canzona_compile.tools.tune import clock_for, describe, named, problems
+from canzona_compile.tools.tune import clock_for, describe, named, planned, problems
 from tests.fake_cuda.cuda_names import cuda_replaced
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.ranks import thread_ranks
@@ -400,3 +401,11 @@ def test_the_products_of_a_step() -> None:
         ("sym_gemm", (2, 100, 100)),
         ("gemm_axpby", (2, 100, 300)),
     ]
+
+
+def test_the_stacks_of_a_plan_are_tuned(tmp_path: Path) -> None:
+    """A GPU that has everything computes all matrices of a shape as one stack, and the tuner times that stack."""
+    shapes = {f"layers.{i}.{name}": shape for i in range(3) for name, shape in {"q": [64, 64], "up": [128, 64]}.items()}
+    made = canzona_compile.plan(shapes, mesh={"dp": 1}, alternatives=False)
+    (tmp_path / "plan.json").write_text(made.file.to_json(), encoding="utf-8")
+    assert planned(tmp_path / "plan.json") == [(3, 128, 64), (3, 64, 64)]
