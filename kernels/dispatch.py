@@ -7,6 +7,7 @@ overrides the rules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -127,6 +128,8 @@ class DispatchRule:
 
     Attributes:
         least_tiles: the fewest tiles of 128 x 128 in the whole batch.
+        aspect: the least and the most of k / m.
+        tile: None if the problem decides.
     """
 
     op: Operation
@@ -136,12 +139,14 @@ class DispatchRule:
     least_tiles: int
     source: str
     most_m: int = 1 << 30
+    aspect: tuple[float, float] = (1.0, math.inf)
+    tile: Tile | None = None
 
 
-# For sm_90 the rules follow `benchmarks/results/products-nvidia-h200.json`: bfloat16, torch 2.11, Triton 3.6. They take
-# what won there in all products of their range, with two tiles. One product of 2048 has 136 tiles, too few for these:
-# only a smaller one wins, by 1.24, and the tuner finds that. Products of 4096 and more with a summand are at 0.96 to
-# 1.10 by shape, so the tuner decides them. For an H100 this is assumed: by data sheets it only copies more slowly.
+# For sm_90 the rules follow `benchmarks/results/products-nvidia-h200.json`: bfloat16, row-major, torch 2.11, Triton 3.6.
+# They take what won there in all products of their range, with two tiles but for a single 2048 x 2048. Of 4096 and more
+# with a summand they take wide ones. Squares of these are at 0.99 to 1.06 by shape, so the tuner decides them. For an
+# H100 this is assumed: by data sheets it only copies more slowly.
 #
 # For sm_80 they follow published figures at their lower end. sm_100 has no rule, because there is no figure for Triton.
 # All hold for k >= m, so the library takes k < m.
@@ -154,8 +159,10 @@ class DispatchRule:
 # fast up to m = 620 and 390. Fewer than four waves of tiles leave processors idle in the last one.
 RULES = (
     DispatchRule("sym_gemm", 90, "tma", 1024, 252, "1.09 to 1.95 times the library's speed on an H200"),
+    DispatchRule("sym_gemm", 90, "tma", 2048, 136, "1.24 on an H200: more tiles than processors", 2048, (1, 1), LIGHT),
     DispatchRule("sym_gemm", 80, "pointer", 4096, 0, "X X^T at 4096: 1.78, at 8192: 1.73 (flash-muon, A100)"),
     DispatchRule("gemm_axpby", 90, "tma", 1024, 256, "1.10 to 1.32 times the library's speed on an H200", 2048),
+    DispatchRule("gemm_axpby", 90, "tma", 4096, 0, "1.03 to 1.10 on an H200", aspect=(3, math.inf), tile=WIDE),
     DispatchRule("gemm_axpby", 90, "tma", 128, 528, "the library copies its summand first: 48% at m = 512", 512),
     DispatchRule("gemm_axpby", 80, "pointer", 128, 432, "the library copies its summand first: 53% at m = 384", 384),
 )
@@ -187,6 +194,7 @@ def choose(
         return KernelChoice("library", reason="no figure for k < m")
     side = -(-problem.m // SQUARE.m)
     tiles = problem.batch * (triangle(side) if problem.op == "sym_gemm" else side * -(-problem.k // SQUARE.n))
+    rules = [rule for rule in rules if rule.aspect[0] <= problem.k / problem.m <= rule.aspect[1]]
     if all(problem.m > rule.most_m for rule in rules):
         return KernelChoice("library", reason=f"too large: what the library copies is little beside m = {problem.m}")
     rules = [rule for rule in rules if rule.least_m <= problem.m <= rule.most_m and tiles >= rule.least_tiles]
@@ -195,7 +203,7 @@ def choose(
     rule = rules[0]
     if problem.alignment < (8 if rule.kernel == "tma" else 16):
         return KernelChoice("library", reason="rows are not aligned; pad to multiples of 16")
-    return KernelChoice(rule.kernel, _tile(problem, rule, processors), rule.source)
+    return KernelChoice(rule.kernel, rule.tile or _tile(problem, rule, processors), rule.source)
 
 
 def measured(problem: Problem, verdicts: Verdicts, processors: int) -> KernelChoice | None:
@@ -255,11 +263,16 @@ def tiles_of_triangle(m: int, tile: Tile) -> int:
 
 
 def _tile(problem: Problem, rule: DispatchRule, processors: int) -> Tile:
-    """Choose 128 x 256 (one per multiprocessor) for large matrices if few idle in its last wave, else 128 x 128."""
+    """Choose 128 x 256 (one per multiprocessor) for large matrices if few idle in its last wave, else 128 x 128.
+
+    Long sums of large matrices are copied one stage further ahead: 1.63 to 1.58 on an H200, at 4096 x 12288.
+    """
     if rule.kernel != "tma" or problem.op != "sym_gemm" or problem.m < 4096:
         return SQUARE
     waves = problem.batch * tiles_of_triangle(problem.m, WIDE) / processors
-    return WIDE if waves >= 3 or _fill(problem, WIDE, processors) >= 0.85 else SQUARE
+    if waves >= 3 or _fill(problem, WIDE, processors) >= 0.85:
+        return WIDE
+    return AHEAD if problem.k >= 3 * problem.m else SQUARE
 
 
 # -- what ran -------------------------------------------------------------------------------------

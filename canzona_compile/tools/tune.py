@@ -25,13 +25,12 @@ from canzona_compile.kernels.dispatch import KernelChoice, Operation, candidates
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Timer, Trial, Verdict, tune
 from canzona_compile.kernels.tuning_cache import GpuKind
-from canzona_compile.tools.calibration.clock import SHORTEST, Clock, Work, graphed
+from canzona_compile.tools.calibration.clock import SHORTEST, Clock, Work
 
 log = logging.getLogger(__name__)
 
 SHAPES = ("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "1x2048x8192")
 VERDICTS = "tune.jsonl"
-SHORT, MOST_CALLS = 5e-4, 8  # seconds of a graph, and calls in it
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -132,17 +131,11 @@ def _keep(verdict: Verdict, here: GpuKind | None, output: Path | None) -> None:
 
 
 def clock_for(device: torch.device) -> Timer:
-    """The clock of the tuner. On CUDA it replays calls from a graph, as recorded steps do.
-
-    To launch a small product takes the host longer than the device, and ours longer than the library's. A graph takes a
-    few microseconds as well, so there are several calls in it if they are short.
-    """
+    """The clock of the tuner."""
     clock = Clock(device, repetitions=1)
 
     def timer(call: Work) -> Callable[[], float]:
-        clock.sample(call, 1)  # compiles
-        calls = min(MOST_CALLS, math.ceil(SHORT / max(clock.sample(call, 1), 1e-9)))
-        replay, why = graphed(lambda: [call() for _ in range(calls)], device)
+        replay, calls, why = clock.recorded(call)
         if why and device.type == "cuda":
             log.warning("a product cannot be recorded as a CUDA graph; its time includes its launches: %s", why)
         repeats = math.ceil(SHORTEST / max(clock.sample(replay, 1), 1e-9))

@@ -21,8 +21,10 @@ import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.dispatch import (
+    AHEAD,
     CANDIDATES,
     DEEP,
+    LIGHT,
     SQUARE,
     WIDE,
     KernelChoice,
@@ -61,7 +63,9 @@ def square(m: int, batch: int = 1, **changed: object) -> Problem:
     ("arch", "problem", "kernel", "tile"),
     [
         (90, square(4096), "tma", SQUARE),  # 272 wide programs are 2.06 waves, 528 square ones four
-        (90, square(4096, k=12288), "tma", SQUARE),
+        (90, square(4096, k=12288), "tma", AHEAD),
+        (90, square(2048), "tma", LIGHT),
+        (90, square(4096, k=12288, op="gemm_axpby"), "tma", WIDE),
         (90, square(5120, k=25600), "tma", WIDE),
         (90, square(8192), "tma", WIDE),
         (90, square(4096, alignment=8), "tma", SQUARE),
@@ -81,7 +85,6 @@ def test_where_figures_say_that_a_kernel_wins(arch: int, problem: Problem, kerne
     ("arch", "problem", "why"),
     [
         (None, square(4096), "no CUDA"),
-        (90, square(2048), "too small"),
         (90, square(2048, k=8192), "too small"),
         (90, square(1024, batch=6), "too small"),
         (90, square(4096, alignment=1), "aligned"),
@@ -117,13 +120,13 @@ def test_sums_of_many_small_matrices_are_ours(arch: int, m: int, kernel: str) ->
 
 @pytest.mark.parametrize("measured", MEASURED["products"], ids=lambda p: "{op} {batch}x{m}x{k}".format(**p))
 def test_rules_choose_what_won_on_an_h200(measured: dict[str, Any]) -> None:
-    """A kernel is at least 8% faster than the library, and the library is chosen where none is by a quarter."""
+    """A kernel is at least 8% faster than the library, large sums by 2%; the library is where none is by a quarter."""
     problem = Problem(measured["op"], measured["batch"], measured["m"], measured["k"], HALF, HALF, 16)
     choice, speedups = choose(problem, 90), measured["speedups"]
     if choice.kernel == "library":
         assert max(speedups.values()) < 1.25
     else:
-        assert speedups[named(choice)] >= 1.08
+        assert speedups[named(choice)] >= (1.02 if (problem.op, problem.m >= 4096) == ("gemm_axpby", True) else 1.08)
 
 
 def test_only_candidates_are_chosen() -> None:
@@ -136,7 +139,7 @@ def test_only_candidates_are_chosen() -> None:
             assert any(choice.same_kernel(c) for c in CANDIDATES["sym_gemm", arch])
             assert choice.reason
             chosen.add((arch, choice.kernel, choice.tile))
-    assert chosen == {(80, "pointer", SQUARE), (90, "tma", SQUARE), (90, "tma", WIDE)}
+    assert chosen == {(80, "pointer", SQUARE), (90, "tma", SQUARE), (90, "tma", WIDE), (90, "tma", LIGHT)}
 
 
 def test_a_verdict_goes_before_the_table() -> None:

@@ -16,6 +16,7 @@ Work = Callable[[], object]
 NO_CUDA = "no CUDA"
 SHORTEST = 2e-3  # seconds of a sample: shorter work is repeated within it
 MOST_REPEATS = 10_000
+GRAPH, MOST_CALLS = 5e-4, 8  # seconds of a graph, and calls in it
 WARM_UP = 3  # on CUDA, where first calls load kernels and wake the clocks
 
 
@@ -50,6 +51,20 @@ class Clock:
             work()
         repeats = 1 if before else min(MOST_REPEATS, math.ceil(SHORTEST / max(self.sample(work, 1), 1e-9)))
         return statistics.median(self.sample(work, repeats, before) for _ in range(self.repetitions))
+
+    def recorded(self, work: Work) -> tuple[Work, int, str]:
+        """The work as steps replay it, from a CUDA graph; as it is on CPU, or where that cannot be.
+
+        To launch a small product takes the host longer than the device, and ours longer than the library's. A graph
+        takes a few microseconds as well, so there are several calls in it if they are short.
+
+        Returns:
+            What replays it, how many calls that are, and why it is no graph.
+        """
+        self.sample(work, 1)  # compiles
+        calls = min(MOST_CALLS, math.ceil(GRAPH / max(self.sample(work, 1), 1e-9)))
+        replay, why = graphed(lambda: [work() for _ in range(calls)], self.device)
+        return replay, calls, why
 
     def sample(self, work: Work, repeats: int, before: Work | None = None) -> float:
         """The mean time of one `work` of `repeats` in a row, in seconds, after an untimed `before`."""
