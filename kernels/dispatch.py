@@ -143,10 +143,10 @@ class DispatchRule:
     tile: Tile | None = None
 
 
-# For sm_90 the rules follow `benchmarks/results/products-nvidia-h200.json`: bfloat16, row-major, torch 2.11, Triton 3.6.
-# They take what won there in all products of their range, with two tiles but for a single 2048 x 2048. Of 4096 and more
-# with a summand they take wide ones. Squares of these are at 0.99 to 1.06 by shape, so the tuner decides them. For an
-# H100 this is assumed: by data sheets it only copies more slowly.
+# For sm_90 the rules follow `benchmarks/results/products-nvidia-h200.json`: bfloat16, row-major, torch 2.11, Triton
+# 3.6. They take what won there in all products of their range, with two tiles but for a single 2048 x 2048. Of 4096 and
+# more with a summand they take wide ones. Squares of these are at 0.99 to 1.06 by shape, so the tuner decides them. For
+# an H100 this is assumed: by data sheets it only copies more slowly.
 #
 # For sm_80 they follow published figures at their lower end. sm_100 has no rule, because there is no figure for Triton.
 # All hold for k >= m, so the library takes k < m.
