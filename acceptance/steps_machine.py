@@ -34,11 +34,14 @@ QWEN3 = (
     *("1x2048x2048", "7x2048x2048", "1x2048x6144", "10x2048x6144", "7x1024x2048", "7x1024x1024", "10x1024x3072"),
     *("1x4096x4096", "9x4096x4096", "1x4096x12288", "13x4096x12288", "9x1024x4096"),
 )
-# Of `benchmarks/gpu.py`: stacks for Newton-Schulz, single products, and steps. In bfloat16, and in float16, in which
-# `numerics="fast"` multiplies.
+# Of `benchmarks/gpu.py`: the stacks that plans of its steps have, stacks for Newton-Schulz, single products. In bfloat16
+# and in float16, in which `numerics="fast"` multiplies.
 BENCHMARKED = (
-    *("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "2x2048x2048", "3x2048x6144"),
-    *("1x1024x1024", "1x1536x1536", "1x2048x2048", "1x3072x3072", "1x6144x6144", "1x8192x8192"),
+    *("2x2048x6144", "1x2048x6144", "2x2048x2048", "2x1024x2048"),
+    *("21x2048x6144", "55x2048x2048", "14x2048x6144", "7x2048x6144", "38x1024x2048", "18x1024x2048", "1x2048x2048"),
+    *("5x4096x12288", "3x4096x12288", "2x4096x12288", "6x4096x4096", "12x1024x4096"),
+    *("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024"),
+    *("1x1024x1024", "1x1536x1536", "1x3072x3072", "1x6144x6144", "1x8192x8192"),
 )
 ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 PROFILED = "launch or trace"  # tests that use the profiler, which a sanitizer takes the place of

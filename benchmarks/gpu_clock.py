@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import statistics
+import subprocess
+import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from canzona_compile.tools.calibration.clock import Clock, Work
 
 HEAD_START = 40_000_000  # cycles, 20 ms of an H200: longer than the host takes to launch a stage of a step
+LEAST = 3  # calls of a sample: the host is ahead of the device in all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +79,57 @@ def best(clock: Clock, work: Work) -> float:
     return min(clock.sample(work, 3) for _ in range(4))
 
 
-def alone(clock: Clock, work: Work) -> float:
+def alone(clock: Clock, work: Work, repeats: int = 1) -> float:
     """Seconds that a device takes for one `work`, not the host: that has told it all before the device begins."""
     if clock.device.type != "cuda":
-        return clock.sample(work, 1)
+        return clock.sample(work, repeats)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(clock.device)
     torch.cuda._sleep(HEAD_START)
     begin.record()
-    work()
+    for _ in range(repeats):
+        work()
     end.record()
     torch.cuda.synchronize(clock.device)
-    return float(begin.elapsed_time(end)) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+class Watched:
+    """Clocks and power of a device while something is measured, as nvidia-smi says them ten times a second.
+
+    Attributes:
+        seen: MHz of the multiprocessors, and watts; empty without nvidia-smi.
+    """
+
+    QUERY = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits")
+
+    def __init__(self, device: torch.device) -> None:
+        self.seen: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        index = ("--id", str(device.index or 0))
+        self._thread = threading.Thread(target=self._watch, args=((*self.QUERY, *index),), daemon=True)
+        self._wanted = device.type == "cuda" and shutil.which(self.QUERY[0]) is not None
+
+    def _watch(self, command: Sequence[str]) -> None:
+        while not self._over.wait(0.1):
+            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split(",")
+            with contextlib.suppress(ValueError):
+                self.seen.append((float(said[0]), float(said[1])))
+
+    def __enter__(self) -> Watched:
+        if self._wanted:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._wanted:
+            self._thread.join()
+
+    def figures(self) -> dict[str, list[float]]:
+        """The least, the median and the largest value of each."""
+        columns = dict(zip(("MHz", "watts"), zip(*self.seen, strict=True), strict=False))
+        return {name: [min(own), statistics.median(own), max(own)] for name, own in columns.items()}
 
 
 @contextlib.contextmanager
@@ -105,11 +148,11 @@ def in_turn(clock: Clock, variants: Mapping[str, Work], extent: Extent) -> dict[
     for name, work in variants.items():
         for _ in range(3):
             work()
-        repeats[name] = max(1, min(200, math.ceil(extent.shortest / max(clock.sample(work, 1), 1e-7))))
+        repeats[name] = max(LEAST, min(200, math.ceil(extent.shortest / max(clock.sample(work, 1), 1e-7))))
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(extent.rounds):
         for name, work in variants.items():
-            found[name].append(clock.sample(work, repeats[name]))
+            found[name].append(alone(clock, work, repeats[name]))
     return found
 
 

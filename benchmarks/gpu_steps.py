@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import canzona_compile
 from canzona_compile.ir import program_ops
 from canzona_compile.tools.calibration.clock import Clock
-from gpu_clock import Ceilings, Extent, alone, compared, going_on, in_turn, plain
+from gpu_clock import Ceilings, Extent, Watched, alone, compared, going_on, in_turn, plain
 from gpu_products import newton_schulz, program_of
 from latency_cases import Shape, qwen_layer
 
@@ -128,7 +128,8 @@ class Steps:
         with going_on(f"{name}: comparing parameters", self.problems):
             self._check(name, optimizers)
         ceilings = Ceilings.measure(self.clock, self.extent)
-        seconds = in_turn(self.clock, {k: o.step for k, o in optimizers.items()}, self.extent)
+        with Watched(self.clock.device) as watched:
+            seconds = in_turn(self.clock, {k: o.step for k, o in optimizers.items()}, self.extent)
         floor = self._floor(shapes, ceilings)
         record: dict[str, Any] = {
             "set": name,
@@ -141,6 +142,7 @@ class Steps:
             "launches": {},
             "floor": floor,
             "ceilings": plain(ceilings),
+            "clocks": watched.figures(),
         }
         for own in OURS:
             if own in optimizers:
@@ -197,7 +199,7 @@ class Steps:
         return {"elementwise": moved / ceilings.bandwidth / 1e12, "dense": flops / ceilings.bf16 / 1e12}
 
     def _trace(self, optimizer: Any, name: str) -> dict[str, Any]:
-        """A step in Perfetto's format; returns the file and the launches per step."""
+        """A step in Perfetto's format; returns the file, the launches per step, and what each kernel took."""
         activities = [ProfilerActivity.CPU]
         if self.clock.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -207,7 +209,7 @@ class Steps:
                 torch.cuda.synchronize(self.clock.device)
         path = self.folder / f"{name}.json.gz"
         profiler.export_chrome_trace(str(path))
-        return {"trace": path.name, **launches_in(profiler)}
+        return {"trace": path.name, **launches_in(profiler), "by kernel": times_in(profiler)}
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
@@ -224,6 +226,17 @@ def launches_in(profiler: Any) -> dict[str, int]:
         elif event.name == "cudaGraphLaunch":
             found["graphs"] += 1
     return found
+
+
+def times_in(profiler: Any) -> dict[str, list[float]]:
+    """By the name of a kernel, the longest first: how often it ran, and ms in all. On CPU: by operator."""
+    there = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    found: dict[str, list[float]] = {}
+    for event in there or profiler.events():
+        own = found.setdefault(event.name, [0, 0.0])
+        own[0] += 1
+        own[1] += (event.self_device_time_total if there else event.self_cpu_time_total) / 1e3
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def warm(device: torch.device, seconds: float) -> None:

@@ -65,7 +65,7 @@ def run(given: Namespace) -> int:
     """Measure all products of a Newton-Schulz step on the given matrices, print which kernel won, and keep that."""
     if given.plan is not None and given.shapes:
         raise CanzonaError("tune takes shapes or --plan, not both")
-    shapes = [_parsed(text) for text in given.shapes or SHAPES] if given.plan is None else planned(given.plan)
+    shapes = [parsed(text) for text in given.shapes or SHAPES] if given.plan is None else planned(given.plan)
     if given.rounds < 1:
         raise CanzonaError(f"--rounds must be at least 1, not {given.rounds}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -200,7 +200,8 @@ def _figures(trial: Trial) -> dict[str, object]:
     }
 
 
-def _parsed(text: str) -> tuple[int, int, int]:
+def parsed(text: str) -> tuple[int, int, int]:
+    """Read a batch of matrices, such as 16x1024x4096."""
     sizes = text.lower().split("x")
     if len(sizes) == 2:
         sizes = ["1", *sizes]

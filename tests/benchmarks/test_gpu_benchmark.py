@@ -13,6 +13,10 @@ import pytest
 import torch
 from torch import fx
 
+import canzona_compile
+from acceptance.steps_machine import BENCHMARKED
+from canzona_compile.tools.tune import parsed, planned, problems
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,6 +59,7 @@ def test_every_line_of_it_runs(tmp_path: Path) -> None:
             assert {"prepare", "compute", "apply", "exposed", "step"} <= set(breakdown)
             assert min(breakdown[kind] for kind in ("prepare", "compute", "apply")) > 0
             assert (tmp_path / record["launches"][part]["trace"]).stat().st_size > 0
+            assert all(count > 0 for count, _ in record["launches"][part]["by kernel"].values())
     assert json.loads((tmp_path / found["calibration"]).read_text())["products"]
 
 
@@ -74,6 +79,17 @@ def test_kernels_that_copy_are_not_taken_for_products(monkeypatch: pytest.Monkey
     names = "g0_prepare muon0_prepare g0_unpack muon0_compute_stacked g0_pack g0_forward g1_apply"
     found = [kind_of(graph.call_module(name)) for name in names.split()]
     assert found == ["prepare", "prepare", "copy", "compute", "copy", "copy", "apply"]
+
+
+def test_the_stacks_of_its_steps_are_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    everything = importlib.import_module("gpu_clock").Extent(False)
+    tuned = set(problems([parsed(text) for text in BENCHMARKED]))
+    for name, shapes in importlib.import_module("gpu_steps").sets(everything).items():
+        named = {f"layers.{i // 7}.{i % 7}": list(shape) for i, shape in enumerate(shapes)}
+        made = canzona_compile.plan(named, mesh={"dp": 1}, hardware="h200", alternatives=False)
+        (tmp_path / "plan.json").write_text(made.file.to_json(), encoding="utf-8")
+        assert set(problems(planned(tmp_path / "plan.json"))) <= tuned, name
 
 
 def test_a_machines_own_python_runs_gpu_tests_and_installs_nothing() -> None:
