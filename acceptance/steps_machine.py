@@ -34,8 +34,7 @@ QWEN3 = (
     *("1x2048x2048", "7x2048x2048", "1x2048x6144", "10x2048x6144", "7x1024x2048", "7x1024x1024", "10x1024x3072"),
     *("1x4096x4096", "9x4096x4096", "1x4096x12288", "13x4096x12288", "9x1024x4096"),
 )
-# Of `benchmarks/gpu.py`: the stacks that plans of its steps have, stacks for Newton-Schulz, and single products. In both
-# dtypes: `numerics="fast"` multiplies in float16.
+# Of `benchmarks/gpu.py`: the stacks that plans of its steps have, stacks for Newton-Schulz, and single products.
 BENCHMARKED = (
     *("2x2048x6144", "1x2048x6144", "2x2048x2048", "2x1024x2048"),
     *("21x2048x6144", "55x2048x2048", "14x2048x6144", "7x2048x6144", "38x1024x2048", "18x1024x2048", "1x2048x2048"),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from canzona_compile.errors import CanzonaError, StateNotPinned, some
 from canzona_compile.ir.layout import Shape
+from canzona_compile.kernels import int8_blocks
 
 BLOCK = 128  # elements of a row that share a scale
 LARGEST = 127  # of the codes
@@ -161,30 +162,44 @@ def storable(shape: Sequence[int], dtype: torch.dtype | None) -> bool:
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
-def encode(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a tensor [..., n] to codes and scales.
+def encode(value: Tensor, into: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Round a tensor [..., n] to codes and scales, on GPUs by one kernel.
 
     Each block of `BLOCK` elements of a row is scale * code, with codes from -127 to 127, rounded to nearest, ties to
     even. A scale is the largest magnitude / 127, rounded up to so few digits that scale * code needs no rounding: 17,
     or for floats of 16 bits a power of two. So what `decode` returns has the
     very codes and scales that it was decoded from. A block with an infinity or a NaN becomes NaN.
 
+    Args:
+        into: what to write and to return.
+
     Returns:
         int8 [..., n], and float32 [..., n / BLOCK] rounded up.
     """
-    blocks = in_blocks(value.float())
-    largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # much faster than a norm, and it has NaN's too
     narrow = value.dtype.itemsize == 2
     least = 2.0**-24 if value.dtype == torch.float16 else torch.finfo(torch.float32).smallest_normal
-    scales = with_digits(largest.nan_to_num(0.0, 0.0) / LARGEST, 1 if narrow else 24 - CODE_DIGITS).clamp(min=least)
+    digits = 1 if narrow else 24 - CODE_DIGITS
+    if int8_blocks.usable(value):
+        shapes = Storage("int8").shapes(tuple(value.shape), value.dtype)
+        codes, scales = into or [torch.empty(shape, dtype=dtype, device=value.device) for shape, dtype in shapes]
+        int8_blocks.encode(value, (codes, scales), BLOCK, least, low_bits(digits))
+        return codes, scales
+    blocks = in_blocks(value.float())
+    largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # much faster than a norm, and it has NaN's too
+    scales = with_digits(largest.nan_to_num(0.0, 0.0) / LARGEST, digits).clamp(min=least)
     codes = (blocks / scales.unsqueeze(-1)).round_().to(torch.int8)
     scales = torch.where((largest / scales).round() == 0, 0.0, scales)  # where all codes are 0
     scales = torch.where(largest.isfinite(), scales, math.nan)  # whatever the codes are
-    return codes.flatten(-2)[..., : value.shape[-1]].contiguous(), scales
+    found = codes.flatten(-2)[..., : value.shape[-1]].contiguous(), scales
+    for target, part in zip(into or (), found, strict=False):
+        target.copy_(part, non_blocking=True)
+    return found
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor [..., n] that codes and scales stand for."""
+    if int8_blocks.usable(codes, scales):
+        return int8_blocks.decode(codes, scales, dtype, BLOCK)
     blocks = in_blocks(codes.float()).mul_(scales.unsqueeze(-1))
     return blocks.flatten(-2)[..., : codes.shape[-1]].to(dtype)
 
@@ -198,8 +213,13 @@ def in_blocks(value: Tensor) -> Tensor:
 
 def with_digits(values: Tensor, digits: int) -> Tensor:
     """Round positive float32 up to so many binary digits."""
-    low = (1 << (24 - digits)) - 1
+    low = low_bits(digits)
     return ((values.view(torch.int32) + low) & ~low).view(torch.float32)
+
+
+def low_bits(digits: int) -> int:
+    """The bits of a float32 that are not among so many binary digits."""
+    return (1 << (24 - digits)) - 1
 
 
 def rounded(value: Tensor, storage: Storage) -> Tensor:
@@ -245,6 +265,9 @@ class Stored:
 
     def close(self, value: Tensor) -> None:
         """Store a new value of the leaf."""
+        if self.storage.dtype == "int8" and not self.storage.host:
+            encode(value, self.tensors)
+            return
         parts = encode(value) if self.storage.dtype == "int8" else (value,)
         for tensor, part in zip(self.tensors, parts, strict=True):
             tensor.copy_(part, non_blocking=True)
