@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from triton.compiler import ASTSource
 
 from canzona_compile.codegen.launch import BLOCK, OPTIONS, loaded
 from canzona_compile.codegen.source import KernelForm, PointwiseProgram, copying, expressions, source
+from canzona_compile.kernels.int8_blocks_triton import BLOCKS, decode_blocks, encode_blocks
+from canzona_compile.kernels.int8_blocks_triton import OPTIONS as INT8_OPTIONS
 from tests.codegen.pointwise import one_call
 from tests.harness.samples import Builder, empty
 
@@ -117,7 +119,8 @@ def operators(dtype: torch.dtype) -> list[PointwiseProgram]:
 
 def compile_for(arch: int, text: str, programs: Sequence[PointwiseProgram]) -> dict[str, Any]:
     width, operands = (max(own) for own in zip(*((p.width, len(p.dtypes)) for p in programs), strict=True))
-    made = triton.compile(
+    return needs_of(
+        arch,
         ASTSource(
             fn=loaded(text),
             signature={
@@ -133,9 +136,33 @@ def compile_for(arch: int, text: str, programs: Sequence[PointwiseProgram]) -> d
             constexprs={(5,): width, (6,): operands, (7,): BLOCK},
             attrs={(i,): [["tt.divisibility", 16]] for i in range(4)},
         ),
-        target=GPUTarget("cuda", arch, 32),
-        options=dict(OPTIONS),
+        OPTIONS,
     )
+
+
+def int8_blocks(arch: int) -> dict[str, dict[str, Any]]:
+    """Of float32, with rows of whole blocks."""
+    places = {"width": "i32", "per_row": "i32", "count": "i32"}
+    shared = {"codes": "*i8", "scales": "*fp32"}
+    found = {}
+    for kernel, types in (
+        (decode_blocks, {**shared, "out": "*fp32", **places}),
+        (encode_blocks, {"value": "*fp32", **shared, **places, "least": "fp32", "low": "i32"}),
+    ):
+        names = list(types)
+        made = ASTSource(
+            fn=kernel,
+            signature={**types, "BLOCKS": "constexpr", "BLOCK": "constexpr"},
+            constexprs={(len(names),): BLOCKS, (len(names) + 1,): 128},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names[:4]},  # pointers, and the width
+        )
+        found[kernel.__name__] = needs_of(arch, made, INT8_OPTIONS)
+    return found
+
+
+def needs_of(arch: int, made_of: ASTSource, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile a kernel, and read off what it needs."""
+    made = triton.compile(made_of, target=GPUTarget("cuda", arch, 32), options=dict(options))
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -179,4 +206,4 @@ if __name__ == "__main__":
         text = source("operators", programs, [(i, (1, True)) for i in range(len(programs))])
         needs = compile_for(arch, text, programs)
         results[str(dtype)] = needs | {"functions": text.count("@triton.jit") - 1}
-    print(json.dumps(results))
+    print(json.dumps(results | int8_blocks(arch)))

@@ -22,7 +22,12 @@ ROOT = Path(__file__).parents[2]
 
 Needs = dict[str, dict[str, Any]]  # by kernel
 Compiled = Callable[[str], Needs]
-SOURCES = ("canzona_compile/codegen/*.py", "canzona_compile/ir/*.py", "canzona_compile/lowering/*.py")
+SOURCES = (
+    "kernels/int8_blocks_triton.py",
+    "canzona_compile/codegen/*.py",
+    "canzona_compile/ir/*.py",
+    "canzona_compile/lowering/*.py",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,8 @@ def printed(arch: str) -> Needs:
     return found
 
 
-KERNELS, ARCHITECTURES = ("prepare", "apply", "copy", "mixed"), ["90", *also(["80", "100"])]
+INT8 = ("decode_blocks", "encode_blocks")
+KERNELS, ARCHITECTURES = ("prepare", "apply", "copy", "mixed", *INT8), ["90", *also(["80", "100"])]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -93,6 +99,15 @@ def test_only_what_an_operator_fuses_is_fused(compiled: Compiled, arch: str) -> 
     assert compiled(arch)["apply"]["fused"] == 8
     assert compiled(arch)["copy"]["fused"] == 0
     assert (compiled(arch)["addcmul"]["fused"], compiled(arch)["addcmul"]["products"]) == (8, 0)  # by one
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", INT8)
+def test_codes_of_state_move_in_vectors_and_round_as_torch_does(compiled: Compiled, name: str, arch: str) -> None:
+    needs = compiled(arch)[name]
+    assert needs["registers"] <= 64
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} & set(needs["memory"])
+    assert (needs["fused"], needs["flushing"]) == (0, [])
 
 
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.float64"])
