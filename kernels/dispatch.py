@@ -7,6 +7,7 @@ overrides the rules.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Literal
 import torch
 
 Operation = Literal["sym_gemm", "gemm_axpby"]
-KernelName = Literal["library", "pointer", "tma"]
+KernelName = Literal["library", "pointer", "tma", "quack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A kernel, its tile (None for the library's), and the reason, for people.
+    """A kernel, its tile (None for those of others), and the reason, for people.
 
-    library: cuBLAS, by torch; pointer and tma (tensor descriptors) are Triton kernels of this package.
+    library: cuBLAS, by torch; quack: the product with a summand of Dao-AILab's package quack-kernels, which only a
+    measurement chooses; pointer and tma (tensor descriptors) are Triton kernels of this package.
     """
 
     kernel: KernelName
@@ -69,7 +71,7 @@ class KernelChoice:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if (self.kernel == "library") != (self.tile is None):
+        if (self.kernel in ("library", "quack")) != (self.tile is None):
             raise ValueError(f"a tile belongs to a Triton kernel and only there: {self.kernel}, {self.tile}")
 
     def same_kernel(self, other: KernelChoice) -> bool:
@@ -112,9 +114,14 @@ CANDIDATES: Mapping[tuple[Operation, int], tuple[KernelChoice, ...]] = {
 }
 
 
+QUACK = KernelChoice("quack")
+
+
 def candidates(op: Operation, arch: int) -> tuple[KernelChoice, ...]:
     """What may run on an architecture; nothing where there are no kernels."""
-    return CANDIDATES.get((op, arch), ())
+    ours = CANDIDATES.get((op, arch), ())
+    theirs = op == "gemm_axpby" and arch >= 90 and importlib.util.find_spec("quack") is not None
+    return (*ours, QUACK) if ours and theirs else ours
 
 
 # A100, H100 and H200 (SXM), B200. Only where no device can be asked: cards of one architecture have other numbers.
@@ -231,7 +238,8 @@ def measured(problem: Problem, verdicts: Verdicts, processors: int) -> KernelCho
     (low, first), (high, second) = near.items()
     if not first.same_kernel(second):
         return None
-    assert first.tile is not None
+    if first.tile is None:
+        return replace(first, reason=f"measured: wins at batches {low} and {high}")
     fills = [_fill(replace(problem, batch=batch), first.tile, processors) for batch in (low, problem.batch, high)]
     if fills[1] < min(fills[0], fills[2]):
         return KernelChoice("library", reason=f"a wave of {first.kernel} is emptier than at batches {low} and {high}")

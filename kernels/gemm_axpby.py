@@ -69,6 +69,8 @@ def gemm_axpby(
     record(problem, choice)
     if choice.kernel == "library":
         _library(f, v, result, alpha, beta, right)
+    elif choice.kernel == "quack":
+        _quack(f, v, result, alpha, beta, right)
     else:
         _triton(choice, f, v, result, alpha, beta, right)
     if result.data_ptr() != target.data_ptr():  # its leading dims have no common stride
@@ -129,6 +131,17 @@ def _triton(
         f, x, target = f.mT, x.mT, target.mT
     with guard(x):
         launch_pointer(choice.tile, f, x, target, scalars)
+
+
+def _quack(f: Tensor, x: Tensor, y: Tensor, alpha: float, beta: float, right: bool) -> None:
+    """Write the products of quack-kernels to y. Its summand is in another place than its result, as ours is."""
+    from quack.gemm_interface import gemm_add  # here, because it is optional
+
+    first, second = (x, f) if right else (f, x)
+    if y.stride(2) != 1:
+        first, second, x, y = second.mT, first.mT, x.mT, y.mT
+    with guard(x):
+        gemm_add(first, second, x, out=y, alpha=float(beta), beta=float(alpha), tuned=False)
 
 
 def _library(f: Tensor, x: Tensor, y: Tensor, alpha: float, beta: float, right: bool) -> None:

@@ -56,6 +56,7 @@ def versions(machine: GpuKind) -> dict[str, str]:
         "processors": str(machine.processors),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "quack": _version("quack-kernels"),
         "source": source_digest(),
     }
 

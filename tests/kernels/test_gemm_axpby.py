@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from canzona_compile.kernels.dispatch import KernelChoice, Tile, recorded
+from canzona_compile.kernels.dispatch import QUACK, KernelChoice, Tile, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby, reference
 from canzona_compile.kernels.padding import corner, pad_cast, padded_size
 from canzona_compile.kernels.sym_gemm import sym_gemm
@@ -190,3 +193,26 @@ def test_the_alignments_that_layouts_have_in_these_tests() -> None:
         with recorded() as launches:
             sym_gemm(LAYOUTS[name](symmetric(2, 16, 16, dtype=torch.float16)))
         assert (launches[0].problem.alignment >= 8) == (name in ALIGNED), name
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+def test_what_quack_is_given(right: bool, tall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function has this signature in 0.6.5; it needs a GPU, so torch stands in for its arithmetic."""
+
+    def gemm_add(
+        a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, out: torch.Tensor, alpha: float, beta: float, tuned: bool
+    ) -> None:
+        assert (out.stride(-1), tuned) == (1, False)
+        out.copy_(beta * c + alpha * a @ b)
+
+    interface = ModuleType("quack.gemm_interface")
+    interface.gemm_add = gemm_add  # type: ignore[attr-defined]
+    for name, module in {"quack": ModuleType("quack"), "quack.gemm_interface": interface}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    x = random(2, 24, 40, dtype=torch.float32)
+    x = x.mT.contiguous().mT if tall else x
+    factor = random(2, *((40, 40) if right else (24, 24)), dtype=torch.float32, seed=1)
+    result = gemm_axpby(factor, x, alpha=1.5, beta=-0.5, right=right, choice=QUACK)
+    assert result.stride() == x.stride()
+    close(result, *exact(factor, x, 1.5, -0.5, right))
