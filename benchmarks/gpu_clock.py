@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,8 @@ import torch
 from canzona_compile.tools.calibration.clock import Clock, Work
 
 HEAD_START = 40_000_000  # cycles, 20 ms of an H200: longer than the host takes to launch a stage of a step
-LEAST = 3  # calls of a sample: the host is ahead of the device in all of them
+CYCLES = 3e9  # in a second, at most: how far ahead the host has to be
+LEAST = 3  # calls of a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,17 @@ def best(clock: Clock, work: Work) -> float:
     return min(clock.sample(work, 3) for _ in range(4))
 
 
-def alone(clock: Clock, work: Work, repeats: int = 1) -> float:
-    """Seconds that a device takes for one `work`, not the host: that has told it all before the device begins."""
+def alone(clock: Clock, work: Work, repeats: int = 1, cycles: int = HEAD_START) -> float:
+    """Seconds that a device takes for one `work`, not the host: that has told it all before the device begins.
+
+    Args:
+        cycles: of the device, in which the host launches everything.
+    """
     if clock.device.type != "cuda":
         return clock.sample(work, repeats)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(clock.device)
-    torch.cuda._sleep(HEAD_START)
+    torch.cuda._sleep(cycles)
     begin.record()
     for _ in range(repeats):
         work()
@@ -106,9 +112,10 @@ class Watched:
     def __init__(self, device: torch.device) -> None:
         self.seen: list[tuple[float, float]] = []
         self._over = threading.Event()
-        index = ("--id", str(device.index or 0))
-        self._thread = threading.Thread(target=self._watch, args=((*self.QUERY, *index),), daemon=True)
         self._wanted = device.type == "cuda" and shutil.which(self.QUERY[0]) is not None
+        # nvidia-smi numbers devices in its own way.
+        which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}" if self._wanted else ""
+        self._thread = threading.Thread(target=self._watch, args=((*self.QUERY, which),), daemon=True)
 
     def _watch(self, command: Sequence[str]) -> None:
         while not self._over.wait(0.1):
@@ -144,15 +151,18 @@ def going_on(what: str, problems: list[str]) -> Iterator[None]:
 
 def in_turn(clock: Clock, variants: Mapping[str, Work], extent: Extent) -> dict[str, list[float]]:
     """Seconds of every variant in each round. Clocks and heat change; within a round they hardly do."""
-    repeats = {}
+    repeats, ahead = {}, {}
     for name, work in variants.items():
         for _ in range(3):
+            began = time.perf_counter()
             work()
+        ahead[name] = time.perf_counter() - began  # of the host, if it waits for nothing
         repeats[name] = max(LEAST, min(200, math.ceil(extent.shortest / max(clock.sample(work, 1), 1e-7))))
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(extent.rounds):
         for name, work in variants.items():
-            found[name].append(alone(clock, work, repeats[name]))
+            cycles = max(HEAD_START, int(CYCLES * ahead[name] * repeats[name]))
+            found[name].append(alone(clock, work, repeats[name], cycles))
     return found
 
 

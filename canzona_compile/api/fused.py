@@ -33,12 +33,13 @@ class FusedWeight:
     Attributes:
         classes: patterns of the classes of modules that have it, with their modules.
         weight: a pattern of its name in such a module.
-        split: its parts, from the module. What the weight's shape contradicts is not taken.
+        split: its parts, from the module and the words of the name for which the pattern has a star. What the weight's
+            shape contradicts is not taken.
     """
 
     classes: tuple[str, ...]
     weight: str
-    split: Callable[[Any], Split]
+    split: Callable[..., Split]
 
 
 def hf(*names: str) -> tuple[str, ...]:
@@ -74,9 +75,9 @@ def qkv(heads: int, groups: int, size: int, blocks: int = 1) -> Split:
     return Split({"q": heads * size, "k": groups * size, "v": groups * size}, interleaved=blocks)
 
 
-def adapted_experts(module: Any, dim: int) -> Split:
-    """The factors of all experts that one adapter of PEFT has: A's rows by expert, B's columns by index and expert."""
-    rank = module.r[module.active_adapters[0]]
+def adapted_experts(module: Any, adapter: str, dim: int) -> Split:
+    """The factors of all experts that an adapter of PEFT has: A's rows by expert, B's columns by index and expert."""
+    rank = module.r[adapter]
     return Split({f"expert{i}": rank for i in range(module.num_experts)}, dim=dim, interleaved=rank if dim else 1)
 
 
@@ -135,8 +136,8 @@ FORMS = (
         lambda m: Split({"q": m.key_dim, "k": m.key_dim, "v": m.value_dim}),
     ),
     FusedWeight(("torch.nn.*.MultiheadAttention",), "in_proj_weight", lambda m: equal("q k v", m.embed_dim)),
-    FusedWeight(("peft.*.ParamWrapper",), "lora_A.*.weight", lambda m: adapted_experts(m, 0)),
-    FusedWeight(("peft.*.ParamWrapper",), "lora_B.*.weight", lambda m: adapted_experts(m, 1)),
+    FusedWeight(("peft.*.ParamWrapper",), "lora_A.*.weight", lambda m, adapter: adapted_experts(m, adapter, 0)),
+    FusedWeight(("peft.*.ParamWrapper",), "lora_B.*.weight", lambda m, adapter: adapted_experts(m, adapter, 1)),
 )
 
 
@@ -164,15 +165,16 @@ def parts_of(survey: Survey, param: nn.Parameter) -> tuple[Split | None, str]:
 def known(survey: Survey, site: Site, shape: Shape) -> Split | None:
     """The parts of the weight at a place, if there is a row for it."""
     for form in FORMS:
-        words, depth = site.name.split("."), form.weight.count(".") + 1
-        if not fnmatchcase(".".join(words[-depth:]), form.weight):
+        words, pattern = site.name.split("."), form.weight.split(".")
+        own = words[-len(pattern) :]
+        if not fnmatchcase(".".join(own), form.weight):
             continue
-        module = survey.modules.get(".".join(words[:-depth]))
+        module = survey.modules.get(".".join(words[: -len(pattern)]))
         if module is None or not any(fnmatchcase(name, p) for name in classes_of(module) for p in form.classes):
             continue
         try:
-            split = form.split(module)
-        except (AttributeError, TypeError, IndexError, CanzonaError):
+            split = form.split(module, *(word for word, p in zip(own, pattern, strict=True) if p == "*"))
+        except (AttributeError, TypeError, LookupError, CanzonaError):
             continue  # another release of transformers
         if len(split.parts) > 1 and split.dim < len(shape) and shape[split.dim] == split.length:
             return split

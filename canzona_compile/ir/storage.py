@@ -162,7 +162,7 @@ def storable(shape: Sequence[int], dtype: torch.dtype | None) -> bool:
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
-def encode(value: Tensor, into: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def encode(value: Tensor, into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
     """Round a tensor [..., n] to codes and scales, on GPUs by one kernel.
 
     Each block of `BLOCK` elements of a row is scale * code, with codes from -127 to 127, rounded to nearest, ties to
@@ -181,9 +181,9 @@ def encode(value: Tensor, into: Sequence[Tensor] | None = None) -> tuple[Tensor,
     digits = 1 if narrow else 24 - CODE_DIGITS
     if int8_blocks.usable(value):
         shapes = Storage("int8").shapes(tuple(value.shape), value.dtype)
-        codes, scales = into or [torch.empty(shape, dtype=dtype, device=value.device) for shape, dtype in shapes]
-        int8_blocks.encode(value, (codes, scales), BLOCK, least, low_bits(digits))
-        return codes, scales
+        into = into or [torch.empty(shape, dtype=dtype, device=value.device) for shape, dtype in shapes]
+        int8_blocks.encode(value, into, BLOCK, least, low_bits(digits))
+        return into
     blocks = in_blocks(value.float())
     largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # much faster than a norm, and it has NaN's too
     scales = with_digits(largest.nan_to_num(0.0, 0.0) / LARGEST, digits).clamp(min=least)
@@ -191,9 +191,11 @@ def encode(value: Tensor, into: Sequence[Tensor] | None = None) -> tuple[Tensor,
     scales = torch.where((largest / scales).round() == 0, 0.0, scales)  # where all codes are 0
     scales = torch.where(largest.isfinite(), scales, math.nan)  # whatever the codes are
     found = codes.flatten(-2)[..., : value.shape[-1]].contiguous(), scales
-    for target, part in zip(into or (), found, strict=False):
+    if into is None:
+        return found
+    for target, part in zip(into, found, strict=True):
         target.copy_(part, non_blocking=True)
-    return found
+    return into
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

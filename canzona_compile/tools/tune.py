@@ -161,14 +161,19 @@ def problems(shapes: list[tuple[int, int, int]]) -> list[tuple[Operation, tuple[
 
 
 def planned(path: Path) -> list[tuple[int, int, int]]:
-    """The batches that owners compute by a plan, each once, the most work first."""
+    """The batches that owners compute by a plan, each once, the most work first.
+
+    A plan has no parameter groups: matrices of one shape count as one batch. Convolutions are left out.
+    """
     plan = read_plan(path)
-    tasks = {task.name: task for task in plan.tasks if len(task.shape) > 1}
+    tasks = {task.name: task for task in plan.tasks if len(task.shape) in (2, 3)}
     batches = Counter[tuple[Any, ...]]()
     for index, group in enumerate(plan.groups):
         for task in (tasks[name] for name in group if name in tasks):
             batches[index, task.replica, task.owner, task.shape[-2:]] += math.prod(task.shape[:-2])
     found = {(count, *shape) for (*_, shape), count in batches.items()}
+    if not found:
+        raise CanzonaError("the plan has no matrices", at=str(path))
     return sorted(found, key=lambda shape: (-math.prod(shape) * min(shape[1:]), shape))
 
 

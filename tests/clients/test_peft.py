@@ -131,6 +131,16 @@ def test_factors_of_each_expert() -> None:
                 assert wrapper.get_delta_weight("default").any(-1).any(-1).tolist() == [i > expert for i in range(4)]
 
 
+def test_factors_of_adapters_of_several_ranks() -> None:
+    """Both are active; the first one has no factors of experts."""
+    model, stacks = adapted_experts(), ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model.add_adapter("text", peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=stacks))
+    model.base_model.set_adapter(["text", "default"])
+    choice = canzona_compile.hidden_matrices(model)
+    sizes = {name.split(".")[-2]: split.parts[0][1] for name, split in choice.splits.items()}
+    assert sizes == {"default": 3, "text": 2}
+
+
 def stepped(ranks: int) -> list[Tensor]:
     """The factors after a few steps on gradients that are the same for any number of ranks."""
     model = adapted_experts()

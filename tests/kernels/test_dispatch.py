@@ -97,6 +97,7 @@ def test_where_figures_say_that_a_kernel_wins(arch: int, problem: Problem, kerne
         (89, square(8192), "no figure"),
         (90, square(8192, op="gemm_axpby"), "too large"),
         (90, square(1024, op="gemm_axpby"), "too small"),
+        (90, square(3000, k=12000, op="gemm_axpby"), "no figure for m = 3000"),
         (90, square(512, op="gemm_axpby", batch=8), "too small"),
         (80, square(512, op="gemm_axpby", batch=64), "too large"),
         (100, square(512, op="gemm_axpby", batch=64), "no figure"),
