@@ -8,13 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-import canzona_compile
 from acceptance.steps_machine import BENCHMARKED
 from canzona_compile.ir.options import LARGEST_CAPACITY
 from canzona_compile.tools.tune import parsed, planned, problems
@@ -84,17 +82,26 @@ def test_kernels_that_copy_are_not_taken_for_products(monkeypatch: pytest.Monkey
 
 
 def test_the_stacks_of_its_steps_are_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Planned with sides and buffers that are so much smaller, for which little is computed."""
+    """Those of a plan with the capacity that an H200 has."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     everything = importlib.import_module("gpu_clock").Extent(False)
-    tuned, smaller = set(problems([parsed(text) for text in BENCHMARKED])), 16
+    tuned, params, plan = set(problems([parsed(text) for text in BENCHMARKED])), tmp_path / "params", tmp_path / "plan"
+    fixed = (
+        "--mesh",
+        "dp=1",
+        "--hardware",
+        "h200",
+        "--capacity",
+        str(LARGEST_CAPACITY),
+        "--no-alternatives",
+        "--quiet",
+    )
     for name, shapes in importlib.import_module("gpu_steps").sets(everything).items():
-        named = {f"layers.{i // 7}.{i % 7}": [n // smaller for n in shape] for i, shape in enumerate(shapes)}
-        options: Any = {"hardware": "h200", "alternatives": False, "capacity": LARGEST_CAPACITY // smaller**2}
-        made = canzona_compile.plan(named, mesh={"dp": 1}, **options)
-        (tmp_path / "plan.json").write_text(made.file.to_json(), encoding="utf-8")
-        stacks = [(count, m * smaller, n * smaller) for count, m, n in planned(tmp_path / "plan.json")]
-        assert set(problems(stacks)) <= tuned, name
+        params.write_text(json.dumps({f"layers.{i // 7}.{i % 7}": shape for i, shape in enumerate(shapes)}))
+        options = ("--params", str(params), "--format", "json", "--output", str(plan))
+        done = python("-m", "canzona_compile", "plan", *options, *fixed)
+        assert done.returncode == 0, done.stderr
+        assert set(problems(planned(plan))) <= tuned, name
 
 
 def test_a_machines_own_python_runs_gpu_tests_and_installs_nothing() -> None:
