@@ -114,13 +114,14 @@ class Watched:
         self._over = threading.Event()
         self._wanted = device.type == "cuda" and shutil.which(self.QUERY[0]) is not None
         # nvidia-smi numbers devices in its own way.
-        which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}" if self._wanted else ""
-        self._thread = threading.Thread(target=self._watch, args=((*self.QUERY, which),), daemon=True)
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if self._wanted else None
+        command = (*self.QUERY, *([f"--id=GPU-{uuid}"] if uuid else []))
+        self._thread = threading.Thread(target=self._watch, args=(command,), daemon=True)
 
     def _watch(self, command: Sequence[str]) -> None:
         while not self._over.wait(0.1):
             said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split(",")
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, IndexError):  # it may say that it sees no device
                 self.seen.append((float(said[0]), float(said[1])))
 
     def __enter__(self) -> Watched:

@@ -204,13 +204,9 @@ def choose(
     rules = [rule for rule in rules if rule.aspect[0] <= problem.k / problem.m <= rule.aspect[1]]
     if all(problem.m > rule.most_m for rule in rules):
         return KernelChoice("library", reason=f"too large: what the library copies is little beside m = {problem.m}")
-    smaller, larger = (
-        any(own) for own in zip(*((problem.m > r.most_m, problem.m < r.least_m) for r in rules), strict=True)
-    )
-    rules = [rule for rule in rules if rule.least_m <= problem.m <= rule.most_m]
-    if not rules and smaller and larger:
+    if all(not rule.least_m <= problem.m <= rule.most_m for rule in rules) and problem.m > min(r.most_m for r in rules):
         return KernelChoice("library", reason=f"no figure for m = {problem.m}")
-    rules = [rule for rule in rules if tiles >= rule.least_tiles]
+    rules = [rule for rule in rules if rule.least_m <= problem.m <= rule.most_m and tiles >= rule.least_tiles]
     if not rules:
         return KernelChoice("library", reason=f"too small: {problem.batch} x {problem.m}")
     rule = rules[0]

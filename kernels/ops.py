@@ -41,7 +41,9 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 Kernel = Callable[..., Any]
 
 
-def register(schema: str, fake: Kernel, kernel: Kernel, cuda: Kernel | None = None) -> OpOverload:
+def register(
+    schema: str, fake: Kernel, kernel: Kernel, cuda: Kernel | None = None, tags: tuple[torch.Tag, ...] = ()
+) -> OpOverload:
     """Define an operator.
 
     Args:
@@ -50,7 +52,7 @@ def register(schema: str, fake: Kernel, kernel: Kernel, cuda: Kernel | None = No
             do not fit.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd" if cuda is None else "CPU")
     if cuda is not None:
         LIBRARY.impl(name, cuda, "CUDA")
@@ -127,4 +129,9 @@ GEMM_AXPBY = register(
     cuda=axpby_kernel.gemm_axpby,
 )
 PAD_CAST = register("pad_cast(Tensor x, *, ScalarType dtype) -> Tensor", _pad_cast_shape, _pad_cast)
-DIV_CAST = register("div_cast(Tensor x, Tensor y, *, ScalarType dtype) -> Tensor", _div_cast_shape, _div_cast)
+DIV_CAST = register(
+    "div_cast(Tensor x, Tensor y, *, ScalarType dtype) -> Tensor",
+    _div_cast_shape,
+    _div_cast,
+    tags=(torch.Tag.pointwise,),
+)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
 from canzona_compile.ir.step import Act, Event, Form, MicroGroup, Step
+from canzona_compile.ir.storage import Storage
 from canzona_compile.lowering.memory_plan import plan_buffers
 
 
@@ -35,8 +36,8 @@ class Schedule:
     def __call__(self, step: Step) -> Step:
         meetings = (Event(Act.MEET, group.index) for group in silent(step))
         apart = step.machine.device != "cpu" and self.depth > 1
-        fetching = {group.index: step.fetches(group) for group in step.micro_groups}
-        events = (*meetings, *pipelined(step.micro_groups, self.depth, apart, fetching))
+        fetched = {group.index: step.fetched(group) for group in step.micro_groups}
+        events = (*meetings, *pipelined(step.micro_groups, self.depth, apart, fetched))
         buffers = plan_buffers(step, events, apart)
         return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
 
@@ -52,21 +53,28 @@ def silent(step: Step) -> Iterator[MicroGroup]:
             yield group
 
 
-Fetching = Mapping[int, tuple[bool, bool]]  # by micro-group: whether it fetches state, and whether from the host
+Fetched = Mapping[int, Sequence[Storage]]  # by micro-group: how the state is stored that it fetches
+NOTHING: Fetched = MappingProxyType({})
 
 
-def stages(group: MicroGroup, apart: bool = False, fetching: Fetching = MappingProxyType({})) -> list[list[Act]]:
+def early(group: MicroGroup, apart: bool, fetched: Fetched) -> bool:
+    """Whether a micro-group fetches state before its turn: from the host, on a stream of its own.
+
+    Links to the host are slow. State on the device would only be open for longer.
+    """
+    return apart and any(storage.host for storage in fetched.get(group.index, ()))
+
+
+def stages(group: MicroGroup, apart: bool = False, fetched: Fetched = NOTHING) -> list[list[Act]]:
     """The events of a micro-group, cut into stages where it may wait for a collective.
 
     Args:
         apart: whether apply runs on another stream than compute. That stream would wait before it unpacks the next
-            micro-group. And whether state is fetched on a stream of its own: from the host a stage earlier, as links to
-            it are slow. On the device that would only hold the open state of two micro-groups at once.
+            micro-group.
     """
-    fetches, afar = fetching.get(group.index, (False, False))
+    fetches, ahead = bool(fetched.get(group.index)), early(group, apart, fetched)
     found: list[list[Act]] = [[Act.FETCH]] if fetches else [[]]
-    early = apart and afar
-    if early:
+    if ahead:
         found.append([])
     found[-1].append(Act.PREPARE)
     if group.gather:
@@ -80,7 +88,7 @@ def stages(group: MicroGroup, apart: bool = False, fetching: Fetching = MappingP
         if wanted:
             found[-1].append(start)
             found.append([wait])
-    if apart and group.gather and len(found) == 2 + early:
+    if apart and group.gather and len(found) == 2 + ahead:
         found.append([])
     found[-1].append(Act.APPLY)
     if fetches:
@@ -89,7 +97,7 @@ def stages(group: MicroGroup, apart: bool = False, fetching: Fetching = MappingP
 
 
 def pipelined(
-    groups: tuple[MicroGroup, ...], depth: int, apart: bool = False, fetching: Fetching = MappingProxyType({})
+    groups: tuple[MicroGroup, ...], depth: int, apart: bool = False, fetched: Fetched = NOTHING
 ) -> Iterator[Event]:
     """Order the events of all micro-groups: stage j of the i-th micro-group runs at time i + j * (depth - 1).
 
@@ -101,13 +109,13 @@ def pipelined(
     timed = [
         (i + j * lag, j if lag else i, i, j, group.index, stage)
         for i, group in enumerate(remote)
-        for j, stage in enumerate(stages(group, apart, fetching))
+        for j, stage in enumerate(stages(group, apart, fetched))
     ]
     for *_, index, stage in sorted(timed, key=lambda t: t[:4]):
         yield from (Event(act, index) for act in stage)
     alone = []
     for i, group in enumerate(g for g in groups if not g.exchanges):
-        early = apart and fetching.get(group.index, (False, False))[1]  # while the micro-group before it computes
-        for act in (act for stage in stages(group, False, fetching) for act in stage):
-            alone.append((i - (early and act is Act.FETCH), act is not Act.FETCH, Event(act, group.index)))
+        ahead = early(group, apart, fetched)  # while the micro-group before it computes
+        for act in (act for stage in stages(group, False, fetched) for act in stage):
+            alone.append((i - (ahead and act is Act.FETCH), act is not Act.FETCH, Event(act, group.index)))
     yield from (event for *_, event in sorted(alone, key=lambda t: t[:2]))

@@ -447,11 +447,10 @@ class Step:
     def find(self, name: str) -> Task | None:
         return self._by_name.get(name)
 
-    def fetches(self, group: MicroGroup) -> tuple[bool, bool]:
-        """Whether leaves of a micro-group are stored in another way than steps need them, and any in host memory."""
-        cuts = [self._placed[name] for name in {self.task(task).placed for task in group.tasks}]
-        found = [cut.stored[name] for cut in cuts for name in cut.opened]
-        return bool(found), any(storage.host for storage in found)
+    def fetched(self, group: MicroGroup) -> list[Storage]:
+        """How those leaves of a micro-group are stored that are stored in another way than steps need them."""
+        cuts = (self._placed[name] for name in {self.task(task).placed for task in group.tasks})
+        return [cut.stored[name] for cut in cuts for name in cut.opened]
 
     def grid_of(self, group: MicroGroup) -> Grid:
         """The grid that the tasks of a micro-group share."""

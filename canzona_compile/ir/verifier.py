@@ -280,7 +280,7 @@ def scheduled(step: Step) -> None:
             raise InvalidStep("it happens twice", at=where)
         at[event.micro_group][event.act] = i
     for group in step.micro_groups:
-        found, expected = at[group.index], list(acts(group, step.fetches(group)[0]))
+        found, expected = at[group.index], list(acts(group, bool(step.fetched(group))))
         if Act.MEET in found and not group.joins(step.grid_of(group)):
             expected.insert(0, Act.MEET)
         for act in expected:

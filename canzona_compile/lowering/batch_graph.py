@@ -14,7 +14,7 @@ from canzona_compile.ir import program_ops
 from canzona_compile.ir.bit_exactness import foreach_equal
 from canzona_compile.ir.fx_utils import casts, drop_dead_code, is_operator, outputs, pointwise, tensor_value
 from canzona_compile.ir.step import Stacked
-from canzona_compile.kernels.ops import DIV_CAST, GEMM_AXPBY, SYM_GEMM
+from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
 
@@ -128,7 +128,7 @@ class Lifter:
             value = tensor_value(n)
             assert value is not None
             whole = self.stack(n)
-            if (pointwise(node) or node.target is DIV_CAST) and value.ndim < ndim:
+            if pointwise(node) and value.ndim < ndim:
                 return self.graph.call_function(program_ops.spread, (whole, ndim))
             return whole
 

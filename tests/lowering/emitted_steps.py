@@ -50,18 +50,27 @@ def emitted(
     matrices: int = 4,
     variant: int = 0,
     machine: Machine = CUDA,
+    shapes: tuple[Shape, ...] = SHAPES,
     **options: Any,
 ) -> Step:
-    """The program of a rank, of matrices of two shapes."""
-    return emit(scheduled(name, grid, matrices, variant, machine, Options(**options)), rank)[0]
+    """The program of a rank, of matrices that have these shapes in turn."""
+    return emit(scheduled(name, grid, matrices, variant, machine, Options(**options), shapes), rank)[0]
 
 
 @cache
-def scheduled(name: str, grid: tuple[int, int], matrices: int, variant: int, machine: Machine, chosen: Options) -> Step:
+def scheduled(
+    name: str,
+    grid: tuple[int, int],
+    matrices: int,
+    variant: int,
+    machine: Machine,
+    chosen: Options,
+    shapes: tuple[Shape, ...] = SHAPES,
+) -> Step:
     """What all ranks emit their programs from."""
     tasks, used = [], []
     for i in range(matrices):
-        shape = SHAPES[i % len(SHAPES)]
+        shape = shapes[i % len(shapes)]
         own = templates(name, shape)
         used += own
         layout = rows_layout(shape, grid_of(*grid))

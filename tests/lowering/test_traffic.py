@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from canzona_compile.ir.step import Step
-from tests.lowering import emitted_steps
 from tests.lowering.emitted_steps import emitted
 from tests.lowering.traffic import Traffic, traffic
 
@@ -18,13 +15,12 @@ MATRICES = 8
 ELEMENTS = MATRICES * 128 * 32
 
 
+LAYER = ((64, 64), (32, 64), (32, 64), (64, 64), (192, 64), (192, 64), (64, 192))  # of Qwen3-1.7B, divided by 32
+
+
 def counted(grid: tuple[int, int], numerics: Any, matrices: int = MATRICES) -> dict[str, Traffic]:
     """Muon's step, float32, of tall and of wide matrices."""
-    with mock.patch.object(emitted_steps, "SHAPES", TALL_AND_WIDE):
-        emitted_steps.scheduled.cache_clear()
-        step: Step = emitted("muon", grid, matrices=matrices, numerics=numerics)
-    emitted_steps.scheduled.cache_clear()
-    return traffic(step)
+    return traffic(emitted("muon", grid, matrices=matrices, shapes=TALL_AND_WIDE, numerics=numerics))
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
@@ -50,3 +46,13 @@ def test_launches_do_not_grow_with_matrices() -> None:
     few, many = counted((1, 1), "exact"), counted((1, 1), "exact", matrices=4 * MATRICES)
     assert {name: own.launches for name, own in few.items()} == {"prepare": 1, "compute": 2 * (3 + 15), "apply": 1}
     assert [own.launches for own in many.values()] == [own.launches for own in few.values()]
+
+
+@pytest.mark.parametrize(("numerics", "launches", "moved"), [("exact", 194, 30.0), ("fast", 250, 32.4)])
+def test_a_model_of_28_layers(numerics: Any, launches: int, moved: float) -> None:
+    """As docs/gpu.md says, in seven micro-groups."""
+    found = traffic(emitted("muon", (1, 1), matrices=196, shapes=LAYER, numerics=numerics, micro_groups=6))
+    elements = 28 * sum(rows * columns for rows, columns in LAYER)
+    assert sum(own.launches for own in found.values()) == launches
+    assert round(sum(own.moved for own in found.values()) / elements, 1) == moved
+    assert {name for name, own in found.items() if own.scattered} == set()

@@ -19,6 +19,7 @@ from canzona_compile.analysis.flops import bytes_of_wires, flops_of
 from canzona_compile.analysis.step_time import GroupLoad, Rates, load_of, pipeline_seconds, rates_of
 from canzona_compile.ir.layout import Grid, Layout, Shape
 from canzona_compile.ir.step import Act, Buffer, BufferUse, Form, MicroGroup, Phase, Placed, Step, Strategy, Task, Wire
+from canzona_compile.ir.storage import Storage
 from canzona_compile.lowering.memory_plan import assign_slots
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.passes import AssignOwners, FormMicroGroups, Place
@@ -356,7 +357,7 @@ def test_open_state_of_one_micro_group_at_a_time(afar: bool, most: int) -> None:
     """What is fetched from the host comes earlier, so two are open."""
     groups = tuple(MicroGroup(i, (f"w{i}",)) for i in range(4))
     opened, seen = set[int](), []
-    for event in pipelined(groups, 2, apart=True, fetching=dict.fromkeys(range(4), (True, afar))):
+    for event in pipelined(groups, 2, apart=True, fetched={i: [Storage("int8", afar)] for i in range(4)}):
         if event.act is Act.FETCH:
             opened.add(event.micro_group)
         if event.act is Act.STORE:
