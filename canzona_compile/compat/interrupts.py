@@ -80,7 +80,10 @@ def interrupted_here() -> None:
 
 @functools.cache  # steps of every kind take it
 def one_thread() -> AbstractContextManager[bool]:
-    """Get the lock of Dynamo."""
+    """Get the lock of Dynamo, which code that seeds or watches the generators of the process holds.
+
+    No collective runs inside of it, because other processes may have their threads wait in another order.
+    """
     from canzona_compile.compat.torch_private import lock_of_dynamo  # late: importing the package loads no torch
 
     return lock_of_dynamo()

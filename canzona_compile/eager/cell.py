@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from canzona_compile.compat.interrupts import one_thread
 from canzona_compile.replica.external_counters import around
 from canzona_compile.replica.miniature import divisors_of, small_sizes
 from canzona_compile.replica.randomness import undisturbed
@@ -69,7 +70,7 @@ class Shadow:
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
         try:
-            with undisturbed(twin), as_written():
+            with one_thread(), undisturbed(twin), as_written():
                 step_plainly(twin)
         except Exception:  # whatever the optimizer's code raises for the tiniest
             if self._sizes:

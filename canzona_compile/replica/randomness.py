@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from canzona_compile.compat.interrupts import one_thread
 from canzona_compile.ir.compiled_call import opened
 
 
@@ -69,14 +70,14 @@ class MatrixGenerators:
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-        with torch.random.fork_rng(devices=devices_of(device)):
+        with one_thread(), torch.random.fork_rng(devices=devices_of(device)):
             seed_generators(seed, device)
             self.states = generators(device)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Let default generators go on from these states inside this context, and from their own after it."""
-        with torch.random.fork_rng(devices=devices_of(self.device)):
+        with one_thread(), torch.random.fork_rng(devices=devices_of(self.device)):
             torch.set_rng_state(self.states[0])
             if len(self.states) > 1:
                 torch.cuda.set_rng_state(self.states[1], self.device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from canzona_compile.compat.interrupts import one_thread
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import step_alone, whole_copy
@@ -43,9 +44,12 @@ class Cells:
         own = whole_copy(param, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
         before = self.store.eager_state(task)
         state = before if bound.kind.recorder is not None else self.store.unstored(task, before)
-        drew = watched(param.device)
-        new = step_alone(self.store.optimizer, self.store.optimizer.param_groups[bound.task.param_group], own, state)
-        if drew():
+        with one_thread():  # captures of other threads seed the generators that are watched here
+            drew = watched(param.device)
+            group = self.store.optimizer.param_groups[bound.task.param_group]
+            new = step_alone(self.store.optimizer, group, own, state)
+            drawn = drew()
+        if drawn:
             self._check_draws(task)
         if state is not before:
             put(before, self.store.stored(task, state, before))

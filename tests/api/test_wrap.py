@@ -24,6 +24,8 @@ from torch.optim.optimizer import (
 
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
+from canzona_compile.compat.interrupts import uninterrupted
+from canzona_compile.eager.cell import step_alone
 from examples.optimizers.shampoo import Shampoo
 from tests.harness import toys
 from tests.harness.layouts import Case, Laid
@@ -296,6 +298,31 @@ def test_threads_may_take_first_steps_at_once() -> None:
 
     with ThreadPoolExecutor(len(made)) as threads:
         assert list(threads.map(first_steps, pairs)) == [None] * len(made)
+
+
+def test_what_other_threads_draw_in_captures_is_not_drawn_by_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures seed the generators of the process, while steps by the optimizer's own code watch them."""
+    captured = threading.Event()
+
+    @uninterrupted
+    def capture() -> None:
+        torch.rand(1)
+        captured.set()
+
+    others: list[threading.Thread] = []
+
+    def slow_step(*args: Any) -> Any:
+        others.append(threading.Thread(target=capture))
+        others[-1].start()
+        assert not captured.wait(0.2)
+        return step_alone(*args)
+
+    monkeypatch.setattr("canzona_compile.session.cells.step_alone", slow_step)
+    param = torch.nn.Parameter(torch.ones(4, 6))
+    param.grad = torch.ones(4, 6)
+    canzona_compile.wrap(muon([param])).step()
+    assert len(others) == 1
+    others[0].join()
 
 
 def test_another_thread_may_reset_dynamo_during_steps() -> None:
