@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ from canzona_compile.lowering.builder import ProgramBuilder
 from canzona_compile.lowering.elementwise_kernels import Kernels
 from canzona_compile.lowering.memory_plan import RankMemory
 from canzona_compile.lowering.rank_view import GroupView, TaskSegment, runs
-from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK, STATE
+from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK, STATE, stream_of_lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,10 @@ class ProgramWriter(ProgramBuilder):
         if not g.exchanges or act in (Act.COMPUTE, Act.START_SCATTER) or (act is Act.PREPARE and not received):
             return COMPUTE
         return COMPUTE if act is Act.START_EXCHANGE and Phase.SCATTER not in g.exchanges else PACK
+
+    def in_lane(self, batch: Batch) -> AbstractContextManager[None]:
+        """A context in which calls are added on the stream on which a batch computes."""
+        return self.on(stream_of_lane(batch.lane) if self.stream == COMPUTE else self.stream)
 
     def copy(self, targets: fx.Node, sources: fx.Node, to: torch.dtype, given: torch.dtype | None = None) -> None:
         """Copy lists of tensors from dtype `given` (by default `to`) to dtype `to`, now or in the next `launch`."""
@@ -228,13 +233,15 @@ class ProgramWriter(ProgramBuilder):
         ]
         if self.kernels is None:
             for b, batch, placed in own:
-                self.compute_batch(g, b, batch, placed, self.gathered(g, b, batch, placed))
+                with self.in_lane(batch):
+                    self.compute_batch(g, b, batch, placed, self.gathered(g, b, batch, placed))
         else:  # one launch copies for all batches before they compute, and one afterwards
             ready = [self.gathered(g, *one) for one in own]
             with self.on(CALLER if self.stream == CALLER else PACK):
                 self.launch(g, "unpack")
             for one, inputs in zip(own, ready, strict=True):
-                self.compute_batch(g, *one, inputs)
+                with self.in_lane(one[1]):
+                    self.compute_batch(g, *one, inputs)
             self.launch(g, "pack")
 
     def gathered(self, g: GroupView, b: int, batch: Batch, placed: Placed) -> dict[str, fx.Node]:

@@ -32,16 +32,17 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of micro-groups that the 
 class FormMicroGroups:
     """Bin the tasks of each grid into micro-groups: sort by cost, greedy with rollback.
 
-    A micro-group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a
-    limit; then its last task moves to the next micro-group. The caller's `capacity` limits the bytes. The limit of the
-    makespan follows from the number of micro-groups: the pass tries several numbers and predicts the time of each
-    (`pipeline_seconds`), launches with it: matrices alike share theirs within a micro-group. On CUDA it also counts
-    that products of small matrices are faster as a stack, and also tries to sort matrices that cost the same by their
-    kind, which gives fewer and larger stacks. It keeps those of the shortest time, or within 1% of it if nothing is
-    sent, or if communication overlaps computation. Of these it takes the one that holds the fewest bytes at once; on a
-    tie, the smaller number. Where communication and computation share the cores, that is one micro-group. A GPU that
-    sends nothing computes all of them one after the other, so there the fewest stacks are taken, unless steps open
-    stored state. A matrix that alone exceeds the capacity is the only one that its owner has in its micro-group.
+    A micro-group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed
+    a limit; then its last task moves to the next micro-group. The caller's `capacity` limits the bytes. The limit
+    of the makespan follows from the number of micro-groups: the pass tries several numbers and predicts the time of
+    each (`pipeline_seconds`), launches with it: matrices alike share theirs within a micro-group. On CUDA it also
+    counts that products of small matrices are faster as a stack, and also tries to sort matrices that cost the same
+    by their kind, which gives fewer and larger stacks. It keeps those of the shortest time, or within 1% of it if
+    nothing is sent, or if communication overlaps computation. Of these it takes the one that holds the fewest bytes
+    at once; on a tie, the smaller number. Where communication and computation share the cores, that is one micro-
+    group. A GPU that sends nothing computes all of them one after the other, so there only plans with the fewest
+    stacks count, unless steps open stored state. A matrix that alone exceeds the capacity is the only one that its
+    owner has in its micro-group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
 
@@ -87,11 +88,14 @@ class FormMicroGroups:
         plans = [pack(order, placed, limit, capacity) for limit in limits for order in orders]
         opened = any(placed[t.placed].opened for t in tasks)  # whose memory grows with a micro-group
         if grid.size == 1 and step.machine.device != "cpu" and not opened:
-            return min(plans, key=lambda plan: (stacks_of(plan), live_bytes(plan, placed, self.depth)))
+            fewest = min(map(stacks_of, plans))
+            plans = [plan for plan in plans if stacks_of(plan) == fewest]
         rates, machine = rates_of(step.machine, grid.members()), step.machine
-        cuts = {t.placed for t in tasks}
-        computed = {n: with_own_products(placed[n], machine) for n in cuts}
-        shared = {n: shared_launches(cut, machine, stacks(cut, machine, self.exact)) for n, cut in computed.items()}
+        computed = {n: with_own_products(placed[n], machine) for n in {t.placed for t in tasks}}
+        shared = {
+            n: shared_launches(cut, machine, stacks(cut, machine, self.exact), aside=self.depth > 1)
+            for n, cut in computed.items()
+        }
 
         def seconds(plan: list[list[Task]]) -> float:
             loads = [load_of(own, grid, placed, shared, rates) for own in plan]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import ClassVar
 
-from canzona_compile.ir.step import Act, Event, Form, MicroGroup, Step
+from canzona_compile.analysis.lanes import lanes_of
+from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.ir.step import Act, Batch, Event, Form, MicroGroup, Step
 from canzona_compile.ir.storage import Storage
 from canzona_compile.lowering.memory_plan import plan_buffers
+from canzona_compile.machine.hardware import hardware_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +27,11 @@ class Schedule:
     Some ranks share tasks but no exchange connects them, because all replicas compute everything. They meet first,
     so that no rank updates its parameters if another one cannot run the step.
 
+    On CUDA the batches of a micro-group that are too small for the GPU are divided among lanes, which compute side by
+    side (`analysis.lanes`).
+
     Attributes:
-        depth: how many micro-groups are in flight at once; at least 1.
+        depth: how many micro-groups are in flight at once; at least 1, with which nothing runs beside anything else.
     """
 
     depth: int = 2
@@ -39,7 +46,26 @@ class Schedule:
         fetched = {group.index: step.fetched(group) for group in step.micro_groups}
         events = (*meetings, *pipelined(step.micro_groups, self.depth, apart, fetched))
         buffers = plan_buffers(step, events, apart)
-        return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
+        groups = in_lanes(step) if apart else step.micro_groups
+        return replace(
+            step, form=Form.SCHEDULED, micro_groups=groups, schedule=events, buffers=buffers, depth=self.depth
+        )
+
+
+def in_lanes(step: Step) -> tuple[MicroGroup, ...]:
+    """The micro-groups of a step, with the batches of each owner in lanes."""
+    hardware = hardware_of(step.machine)
+    compute = {p.name: graph_time(p.compute, hardware, p.kind.matrices) for p in step.placed}
+
+    def divided(group: MicroGroup) -> MicroGroup:
+        found: list[Batch] = []
+        for _, own in groupby(group.batches, key=lambda batch: batch.owner):
+            batches = tuple(own)
+            lanes = lanes_of(batches, compute, hardware).numbers
+            found += [replace(batch, lane=lane) for batch, lane in zip(batches, lanes, strict=True)]
+        return replace(group, batches=tuple(found))
+
+    return tuple(map(divided, step.micro_groups))
 
 
 def silent(step: Step) -> Iterator[MicroGroup]:

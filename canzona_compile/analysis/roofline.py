@@ -120,11 +120,11 @@ class NodeWork:
         """The seconds by which a product of each of `count` matrices is shorter if they are multiplied as a stack.
 
         One product of small matrices leaves processors of a GPU idle, which those of the others fill. So a stack has
-        the rate of one product with as many FLOPs, or that of one matrix if it is higher. On a CPU a stack is a loop.
+        the rate of one product with as many FLOPs, or the highest rate of smaller ones. On a CPU a stack is a loop.
         """
         if not self.own or hardware.device == "cpu":
             return 0.0
-        rate = hardware.product_rate(self.product, self.size * count ** (1 / 3))
+        rate = hardware.product_rate(self.product, self.size, self.size * count ** (1 / 3))
         seconds = min(self.seconds, self.flops / rate)
         return max(self.seconds, self.bytes / hardware.bandwidth) - max(seconds, self.bytes / hardware.bandwidth)
 

@@ -17,6 +17,7 @@ from functools import cache
 from typing import TypeVar
 
 from canzona_compile.analysis.flops import bytes_of_wires
+from canzona_compile.analysis.lanes import BatchTime, batch_time, divided
 from canzona_compile.analysis.roofline import TYPICAL, GraphTime, graph_time
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Placed, Task
@@ -155,6 +156,7 @@ class SharedLaunches:
         compute: what an owner does with a whole matrix.
         flops: of that, as the load of owners counts them.
         stacks: whether an owner's matrices are computed as a stack.
+        aside: whether batches may compute side by side.
     """
 
     fragments: float
@@ -162,6 +164,7 @@ class SharedLaunches:
     flops: int
     hardware: Hardware
     stacks: bool
+    aside: bool = False
 
     @property
     def matrices(self) -> float:
@@ -183,13 +186,13 @@ class SharedLaunches:
         return count * (each - (self.compute.saves(count, self.hardware) if self.stacks else 0.0))
 
 
-def shared_launches(placed: Placed, machine: Machine, stacks: bool) -> SharedLaunches:
+def shared_launches(placed: Placed, machine: Machine, stacks: bool, aside: bool = False) -> SharedLaunches:
     """The launches of a cut that do not grow with the number of its tasks."""
     hardware = hardware_of(machine)
     graphs = (placed.prepare, placed.compute, placed.apply)
     prepare, compute, apply = (graph_time(g, hardware, placed.kind.matrices) for g in graphs)
     launches = prepare.launches(hardware) + apply.launches(hardware)
-    return SharedLaunches(launches, compute, placed.flops, hardware, stacks)
+    return SharedLaunches(launches, compute, placed.flops, hardware, stacks, aside and hardware.device != "cpu")
 
 
 def seconds_beside(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], rates: Rates) -> float:
@@ -197,9 +200,14 @@ def seconds_beside(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], 
     launches, products = defaultdict[object, float](float), defaultdict[object, float](float)
     counts = Counter((task.owner, task.placed, task.param_group) for task in tasks)
     uneven = {(cut, n): shared[cut].uneven(n, rates) for cut, n in {(cut, n) for (_, cut, _), n in counts.items()}}
+    aside = defaultdict[object, list[BatchTime]](list)
     for (owner, cut, _), count in counts.items():
         launches[owner] += shared[cut].matrices
         products[owner] += uneven[cut, count]
+        if shared[cut].aside:
+            aside[owner].append(batch_time(shared[cut].compute, count, shared[cut].stacks, shared[cut].hardware))
+    for one, times in aside.items():
+        products[one] -= divided(times, next(iter(shared.values())).hardware).saved
     fragments = sum(shared[cut].fragments for cut, _ in {(cut, group) for _, cut, group in counts})
     return fragments + sum(busiest({None: 0.0, **by_owner}) for by_owner in (launches, products))
 

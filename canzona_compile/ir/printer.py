@@ -331,6 +331,7 @@ def show_group(step: Step, micro_group: MicroGroup) -> list[str]:
         lines += indented(show_exchange(step, exchange, grid))
     for batch in micro_group.batches:
         how = "stacked" if batch.stacked else "looped"
+        how += f" lane={batch.lane}" if batch.lane else ""
         lines.append(
             f"  batch {batch.placed} group={batch.param_group} owner={show_place(batch.owner)} {how}: "
             f"{', '.join(batch.tasks)}"

@@ -332,13 +332,18 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Equal tasks of one owner that are computed together. If the owner is None, every rank computes them."""
+    """Equal tasks of one owner that are computed together. If the owner is None, every rank computes them.
+
+    Attributes:
+        lane: on a GPU, batches of a micro-group in other lanes run beside this one.
+    """
 
     placed: str
     param_group: int
     owner: tuple[int, int] | None
     tasks: tuple[str, ...]
     stacked: bool
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,17 @@ COMPUTE = "compute"  # runs matrix products and all other work of owners
 PACK = "pack"  # runs elementwise work, and copies to and from buffers
 STATE = "state"  # fetches and stores state
 
+
+def stream_of_lane(number: int) -> str:
+    """The stream of a lane in which owners compute."""
+    return f"{COMPUTE} {number}" if number else COMPUTE
+
+
+def computes(stream: str) -> bool:
+    """Whether owners compute on a stream."""
+    return stream.startswith(COMPUTE)
+
+
 # These calls index lists or make views on the host. They give a stream nothing to do.
 LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated)
 

@@ -83,6 +83,10 @@ class Curve:
         share = math.log(size / below) / math.log(above / below)
         return low + share * (high - low)
 
+    def best_within(self, low: float, high: float) -> float:
+        """The highest rate of the sizes from `low` to `high`."""
+        return max(self.at(low), self.at(high), *(rate for size, rate in self.points if low < size < high))
+
     @property
     def best(self) -> float:
         """The highest rate."""
@@ -150,10 +154,15 @@ class Hardware:
     sources: tuple[tuple[str, str], ...] = ()
     measured: tuple[str, ...] = ()
 
-    def product_rate(self, dtype: str, size: float) -> float:
-        """FLOP/s of a product; a dtype that is not listed is as slow as the slowest one that is."""
+    def product_rate(self, dtype: str, size: float, up_to: float = 0.0) -> float:
+        """FLOP/s of a product; a dtype that is not listed is as slow as the slowest one that is.
+
+        Args:
+            up_to: the largest size, if it is the best of several.
+        """
         curves = dict(self.products)
-        return curves[dtype].at(size) if dtype in curves else min(curve.at(size) for curve in curves.values())
+        listed = [curves[dtype]] if dtype in curves else curves.values()
+        return min(curve.best_within(size, max(size, up_to)) for curve in listed)
 
     def product_call(self, dtype: str) -> float:
         """Seconds of a call of a product, beside its arithmetic."""

@@ -27,7 +27,7 @@ import torch
 from canzona_compile.compat.garbage import not_collecting
 from canzona_compile.compat.matmul_precision import put_back_on_error
 from canzona_compile.compat.torch_private import end_allocation_to_pool
-from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
+from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, computes
 from canzona_compile.runtime.streams import index_of, stream_named
 
 Run = Callable[[], None]
@@ -107,7 +107,7 @@ class GraphRecorder:
         caller = torch.cuda.current_stream(self.device)
         origin, work = stream_named(ORIGIN, index), stream_named(work_stream(stream), index)
         try:
-            if work_stream(stream) == COMPUTE:  # other streams have no products
+            if computes(work_stream(stream)):  # other streams have no products
                 work.wait_stream(caller)  # on which earlier stretches may use that memory now
                 torch.cuda.set_stream(work)
                 keep_scratch(self.device)

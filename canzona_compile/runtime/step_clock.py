@@ -51,10 +51,13 @@ class MeasuredStep:
     spans: tuple[ActSpan, ...]
 
     def by_act(self) -> dict[str, float]:
-        """The seconds of each act on all lanes together."""
+        """The seconds in which any lane does an act."""
         found: dict[str, float] = {}
-        for span in self.spans:
-            found[span.act] = found.get(span.act, 0.0) + span.end - span.start
+        until: dict[str, float] = {}
+        for span in sorted(self.spans, key=lambda span: span.start):
+            begin = max(span.start, until.get(span.act, span.start))
+            found[span.act] = found.get(span.act, 0.0) + max(0.0, span.end - begin)
+            until[span.act] = max(begin, span.end)
         return found
 
     @property

@@ -13,7 +13,8 @@ from torch import fx
 
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Program
-from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
+from canzona_compile.ir.step import Act
+from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, LOOKS, computes
 from canzona_compile.runtime.step_clock import OTHER, StepClock
 
 CLOCK = "canzona_step_clock"  # the placeholder
@@ -58,6 +59,7 @@ def turns(program: Program) -> Iterator[tuple[fx.Node, list[tuple[str, int, str]
         upcoming = upcoming if event is None else (str(event.act), event.micro_group)
         following[node] = upcoming
     lane, present = COMPUTE, ("", -1)
+    recorded: dict[object, str] = {}  # by event, the lane that records it
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
@@ -69,9 +71,13 @@ def turns(program: Program) -> Iterator[tuple[fx.Node, list[tuple[str, int, str]
             present = ("", -1)
             lane = COMPUTE if node.args[1] in (CALLER, COMPUTE) else str(node.args[1])
             continue
+        if node.target is program_ops.record:
+            recorded[node.args[1]] = lane
+            continue
         if node.target is program_ops.wait:
-            wanted = (WAIT, following[node][1])
-        elif node.name in program.events:
+            together = computes(lane) and computes(recorded[node.args[1]])
+            wanted = (Act.COMPUTE if together else WAIT, following[node][1])
+        elif node.name in program.events and node.target not in LOOKS:
             wanted = following[node]
         else:  # it does nothing on a device, or ends what goes on
             continue

@@ -6,16 +6,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from canzona_compile.analysis.lanes import lanes_of
 from canzona_compile.analysis.roofline import GraphTime, PlacedTime
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import is_operator
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Leaf, MicroGroup, Phase, Step, Task, Wire
+from canzona_compile.ir.step import Batch, Leaf, MicroGroup, Phase, Step, Task, Wire
 from canzona_compile.lowering.batch_graph import LoopOver, product
 from canzona_compile.machine.hardware import Hardware
 
@@ -124,6 +126,8 @@ def traffic(
         if owner is not None and Phase.EXCHANGE in made.ends:
             scattered[owner[0]] += down
         made.compute[where] += copied / hardware.bandwidth
+    for owner, own in groupby(group.batches, key=lambda batch: batch.owner):
+        made.compute[slice(None) if owner is None else owner] -= launches.beside(tuple(own))
     moved.count(made.ends, nodes)
     if Phase.EXCHANGE in made.ends:
         exchange(made.ends[Phase.EXCHANGE], scattered, nodes)
@@ -197,6 +201,12 @@ class Launches:
         if key not in self.savings:
             self.savings[key] = self.times[task.placed].compute.saves(key[1], self.hardware)
         return self.savings[key]
+
+    def beside(self, batches: Sequence[Batch]) -> float:
+        """Return the seconds that batches of one owner take less because they compute side by side."""
+        if not any(batch.lane for batch in batches):
+            return 0.0
+        return lanes_of(batches, {b.placed: self.times[b.placed].compute for b in batches}, self.hardware).saved
 
     def compute(self, task: Task) -> float:
         """Return the seconds of launches for a task on its owner, unpacking and packing included."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Step
 from canzona_compile.ir.storage import Stored
-from canzona_compile.machine.hardware import Machine
+from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.runtime import channel
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
@@ -135,6 +135,11 @@ def stand_in_here() -> Iterator[None]:
             use_device(None)
 
 
+def machine_of_given(_: Any, rates: Hardware | None = None) -> Machine:
+    """A GPU with the rates that a test gives; those that ranks measured are of this machine."""
+    return Machine("cuda", "nccl", 1, None if rates is None or rates.here else rates)
+
+
 @contextlib.contextmanager
 def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any]]]:
     """Make ranks with devices; gives what runs a function on all of them."""
@@ -143,8 +148,7 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         stack.enter_context(cuda_replaced())
         run = stack.enter_context(thread_ranks(scheduler, world))
         patched = functools.partial(mock.patch.object, autospec=False)
-        machine = Machine("cuda", "nccl", 1)
-        stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
+        stack.enter_context(patched(plan, "machine_of", machine_of_given))
         stack.enter_context(patched(program_cache, "Executor", DeviceExecutor))
         stack.enter_context(patched(step_driver, "ProgramMaker", DeviceProgramMaker))
         stack.enter_context(patched(channel, "host_group", lambda store, ranks, *_: Groups().of(tuple(ranks))))

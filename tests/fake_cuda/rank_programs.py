@@ -31,7 +31,7 @@ from canzona_compile.session.plan import emit
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.on_device import DeviceExecutor, look, on_stand_in
 from tests.fake_cuda.tensors import plainly
-from tests.lowering.emitted_steps import CUDA, ProgramTensors, scheduled
+from tests.lowering.emitted_steps import CUDA, SHAPES, SIMILAR, WITH_LANES, ProgramTensors, scheduled
 
 Plant = Callable[[fx.GraphModule], None]  # makes a mistake in the program of rank 0
 
@@ -96,11 +96,17 @@ def torch_alone() -> Iterator[None]:
 
 
 def emitted_on(
-    grid: tuple[int, int], name: str = "muon", kernels: bool = False, matrices: int = 4, **options: Any
+    grid: tuple[int, int],
+    name: str = "muon",
+    kernels: bool = False,
+    matrices: int = 4,
+    lanes: bool = False,
+    **options: Any,
 ) -> list[Step]:
-    """The programs of all ranks of a grid."""
+    """The programs of all ranks of a grid, with batches in lanes if asked."""
     chosen = Options(strategy="owner", **options)
-    step = scheduled(name, grid, matrices, 0, CUDA, chosen)
+    machine, shapes = (WITH_LANES, SIMILAR) if lanes else (CUDA, SHAPES)
+    step = scheduled(name, grid, matrices, 0, machine, chosen, shapes)
     with contextlib.nullcontext() if kernels else torch_alone():
         return [emit(step, rank)[0] for rank in range(grid[0] * grid[1])]
 

@@ -135,6 +135,18 @@ def test_every_wait_is_needed(grid: tuple[int, int], graphs: bool) -> None:
     assert not unseen, f"{len(unseen)} of {len(numbers)}"
 
 
+@pytest.mark.parametrize(("grid", "graphs"), crossed([(1, 1), (2, 2)], [False, True], most=1), ids=str)
+def test_every_wait_for_lanes_is_needed(grid: tuple[int, int], graphs: bool) -> None:
+    matrices = 4 * grid[0] * grid[1]
+    setting = Setting(grid, cuda_graphs=graphs, options=(("micro_groups", 2), ("matrices", matrices), ("lanes", True)))
+    module = programs(setting)[0].program.module
+    assert any(n.target is on_stream and n.args[1] == "compute 1" for n in module.graph.nodes)
+    assert all(same(outcome(setting, seed), right(setting)) for seed in range(5))
+    numbers = waits_between_streams(module)
+    unseen = [i for i in numbers if showing(setting, without(i, wait)) is None]
+    assert not unseen, f"{len(unseen)} of {len(numbers)}"
+
+
 @pytest.mark.parametrize(("text", "graphs"), crossed(["int8 cpu", "bfloat16"], [False, True], most=1), ids=str)
 def test_every_wait_for_stored_state_is_needed(text: str, graphs: bool) -> None:
     options = (("micro_groups", 4), ("state", rules_of({"momentum_buffer": text})))

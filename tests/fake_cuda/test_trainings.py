@@ -25,6 +25,7 @@ from tests.harness.layouts import Case
 from tests.harness.marks import also, first, full
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import different, feed, left_after, parameters
+from tests.lowering.emitted_steps import ENDLESS
 
 CASES = [
     Case("fsdp", (2,)),
@@ -68,6 +69,12 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     "missing gradients and a reload": {"missing": {2: (1,), 3: (1,)}, "edits": {5: reload}, "steps": 9},
     "three micro-groups": {"options": {"micro_groups": 3, "strategy": "owner"}, "steps": 7},
     "kernels": {"kernels": True, "edits": {3: rate(0.02)}, "steps": 6},
+    "lanes": {
+        "kernels": True,
+        "edits": {3: rate(0.02)},
+        "steps": 6,
+        "options": {"hardware": ENDLESS, "strategy": "owner"},
+    },
     "state in host memory": {"options": {"state": "cpu", "micro_groups": 3, "strategy": "owner"}, "steps": 7},
     "state in 16 bits in host memory": {
         "options": {"state": "bfloat16 cpu", "micro_groups": 2, "strategy": "owner"},
@@ -189,6 +196,21 @@ def test_measured_steps(seed: int) -> None:
                 assert all(s.start <= s.end for s in spans)
                 assert all(a.end <= b.start for a, b in pairwise(spans))
             assert 0 < taken.exposed <= taken.seconds
+
+
+@pytest.mark.parametrize("seed", [0, *also([1, 2])])
+def test_measured_steps_in_lanes(seed: int) -> None:
+    """What computes side by side counts once, and is no waiting for communication."""
+    script = Script("muon", Case("plain", ()), steps=7, edits={3: measure}, options={"hardware": ENDLESS})
+    results = run_script(script, seed)
+    assert wrong(results) == []
+    for taken in results[0].measured:
+        computing = [s for s in taken.spans if s.act == "compute"]
+        assert {s.lane for s in computing} == {"compute", "compute 1", "compute 2"}
+        each = [s.end - s.start for s in computing]
+        assert max(each) <= taken.by_act()["compute"] < sum(each)
+        assert taken.exposed == 0
+        assert not [s for s in taken.spans if s.act == "wait stream" and s.lane == "compute"]
 
 
 @pytest.mark.parametrize("seed", [0, *also([1, 2])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.program import Bytes, Fragments, Indices, Input, Residents, ScalarInput, Views, Whole
 from canzona_compile.ir.step import Form, Role, Step, Task, Template
-from canzona_compile.machine.hardware import Machine
+from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.passes import planning_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
 from canzona_compile.session.plan import emit, lower
@@ -25,11 +26,15 @@ from examples.optimizers.soap import SOAP
 from tests.harness.samples import grid_of, rows_layout
 
 CUDA = Machine("cuda", "nccl", 1)
+# Nothing fills it, and launches cost nothing: so batches that take equally long have lanes.
+ENDLESS = replace(named_hardware("h100"), name="endless", bandwidth=1e24, launch=0.0)
+WITH_LANES = Machine("cuda", "nccl", 1, ENDLESS)
 NUMBER = 0.5  # stands for every hyperparameter
 
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {"muon": Muon, "soap": SOAP, "shampoo": Shampoo}
 
 SHAPES: tuple[Shape, ...] = ((16, 8), (31, 47))  # the second one is padded
+SIMILAR: tuple[Shape, ...] = ((32, 47), (31, 47))  # they take equally long
 
 
 @cache

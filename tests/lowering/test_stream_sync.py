@@ -28,7 +28,7 @@ from canzona_compile.session import plan, session
 from tests.harness import ranks
 from tests.harness.marks import full, only
 from tests.harness.optimizers import share_captures
-from tests.lowering.emitted_steps import CUDA, MAKERS, SHAPES, emitted, templates
+from tests.lowering.emitted_steps import CUDA, MAKERS, SHAPES, SIMILAR, WITH_LANES, emitted, templates
 from tests.lowering.happens_before import Race, check, orders
 
 
@@ -40,17 +40,25 @@ def calls(step: Step) -> list[str]:
 GRIDS = [(1, 2), (2, 1), (2, 2), (1, 3)]
 
 
-KEPT: list[Any] = [("muon", "owner", (1, 2)), ("muon", "owner", (2, 1))]  # the second one waits for readers
+KEPT: list[Any] = [
+    ("muon", "owner", (1, 2), CUDA),
+    ("muon", "owner", (2, 1), CUDA),  # waits for readers
+    ("muon", "owner", (1, 2), WITH_LANES),
+    ("muon", "owner", (1, 1), WITH_LANES),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "grid"), only(KEPT, list(MAKERS), ["owner", "replicated"], GRIDS), ids=str
+    ("name", "strategy", "grid", "machine"),
+    only(KEPT, list(MAKERS), ["owner", "replicated"], [*GRIDS, (1, 1)], [CUDA, WITH_LANES]),
+    ids=lambda value: value.rates.name if isinstance(value, Machine) and value.rates else None,
 )
-def test_every_access_is_ordered(name: str, strategy: Any, grid: tuple[int, int]) -> None:
+def test_every_access_is_ordered(name: str, strategy: Any, grid: tuple[int, int], machine: Machine) -> None:
+    options: dict[str, Any] = {"machine": machine, "shapes": SIMILAR if machine is WITH_LANES else SHAPES}
+    options |= {"matrices": 8, "strategy": strategy, "micro_groups": 3}
     for variant in range(len(templates(name, SHAPES[0]))):
         for rank in range(grid[0] * grid[1]):
-            step = emitted(name, grid, rank=rank, matrices=8, strategy=strategy, micro_groups=3, variant=variant)
-            check(step, rank)
+            check(emitted(name, grid, rank=rank, variant=variant, **options), rank)
 
 
 @pytest.mark.full
@@ -82,15 +90,21 @@ def test_every_access_is_ordered_in_any_schedule(
 
 
 @pytest.mark.parametrize(
-    ("grid", "strategy"),
-    [((1, 2), "owner"), full((2, 1), "owner"), full((2, 2), "owner"), full((1, 2), "replicated")],
-    ids=str,
+    ("grid", "options"),
+    [
+        ((1, 2), {}),
+        ((1, 1), {"machine": WITH_LANES, "shapes": SIMILAR, "micro_groups": 2}),
+        full((2, 1), {}),
+        full((2, 2), {}),
+        full((1, 2), {"strategy": "replicated"}),
+        full((2, 2), {"machine": WITH_LANES, "shapes": SIMILAR}),
+    ],
 )
-def test_an_order_that_is_missing_is_found(grid: tuple[int, int], strategy: Any) -> None:
+def test_an_order_that_is_missing_is_found(grid: tuple[int, int], options: dict[str, Any]) -> None:
     """Each `wait` and each `keep` is needed: without any one of them the checker finds a race."""
-    step = emitted("muon", grid, strategy=strategy, micro_groups=4, matrices=8)
+    step = emitted("muon", grid, **{"strategy": "owner", "micro_groups": 4, "matrices": 8, **options})
     names = [node.name for node in orders(step.program.module)]
-    assert len(names) > 4
+    assert len(names) >= 4
     for name in names:
         module = step.program.module
         graph = fx.Graph()
@@ -110,6 +124,25 @@ def test_a_program_for_the_cpu_has_no_streams() -> None:
 
 def test_a_rank_alone_needs_no_streams() -> None:
     assert not {"on_stream", "record", "wait", "keep"} & set(calls(emitted("muon", (1, 1))))
+
+
+def test_batches_that_leave_processors_idle_compute_in_lanes() -> None:
+    """Side by side; everything else of a rank alone stays on one stream, and with a depth of 1 these do, too."""
+    step = emitted("muon", (1, 1), machine=WITH_LANES, shapes=SIMILAR, micro_groups=1)
+    current, where = "caller", dict[str, set[str]]()
+    for node in step.program.module.graph.nodes:
+        if node.target is program_ops.on_stream:
+            current = node.args[1]
+        elif node.op == "call_module":
+            where.setdefault(str(node.target).rpartition("_f32_")[2], set()).add(current)
+    assert where.pop("compute_stacked") == {COMPUTE, "compute 1"}
+    assert where
+    assert set().union(*where.values()) == {COMPUTE}
+    assert "stacked lane=1:" in show(step)
+    others: list[dict[str, Any]] = [{"machine": CUDA}, {"machine": WITH_LANES, "depth": 1}]
+    for options in others:
+        step = emitted("muon", (1, 1), shapes=SIMILAR, **options)
+        assert {batch.lane for group in step.micro_groups for batch in group.batches} == {0}
 
 
 def trained(shards: int, for_cuda: bool, **options: Any) -> tuple[list[torch.Tensor], set[str]]:

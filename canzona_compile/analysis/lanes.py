@@ -1,0 +1,74 @@
+"""Divide what a rank computes in one micro-group among streams of its GPU.
+
+A product that is smaller than the GPU leaves processors idle. Products of another batch can have them if they run on
+another stream. Where batches fill the GPU, streams gain nothing, and keep more intermediate values at once: so they
+are taken only if they should save more than a twentieth of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from canzona_compile.analysis.roofline import GraphTime
+from canzona_compile.ir.step import Batch
+from canzona_compile.machine.hardware import Hardware
+
+MOST = 4  # lanes
+SAVED = 0.05  # the share of the time that lanes have to save
+ENDLESS = 1 << 60  # matrices of a stack that leaves no processor of any GPU idle
+EVENTS = 3  # launches that a further lane costs: it waits, is launched by itself, and is waited for
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTime:
+    """The seconds of a batch's work.
+
+    Attributes:
+        alone: with the GPU for itself.
+        full: beside so much other work that no processor is idle.
+    """
+
+    alone: float
+    full: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Batches in lanes.
+
+    Attributes:
+        numbers: the lane of each batch; all 0 if one lane is as good.
+        saved: seconds that they take less than one after the other.
+    """
+
+    numbers: tuple[int, ...]
+    saved: float
+
+
+def batch_time(compute: GraphTime, count: int, stacked: bool, hardware: Hardware) -> BatchTime:
+    """The time of a batch of `count` tasks."""
+    alone = count * (compute.seconds - (compute.saves(count, hardware) if stacked else 0.0))
+    return BatchTime(alone, count * (compute.seconds - compute.saves(ENDLESS, hardware)))
+
+
+def divided(times: Sequence[BatchTime], hardware: Hardware) -> Lanes:
+    """Divide batches among lanes, the longest first, each to the lane that ends first."""
+    in_turn = sum(time.alone for time in times)
+    ends, numbers = [0.0] * min(MOST, len(times)), [0] * len(times)
+    for i in sorted(range(len(times)), key=lambda i: -times[i].alone):
+        numbers[i] = ends.index(min(ends))
+        ends[numbers[i]] += times[i].alone
+    further = EVENTS * hardware.launch * max(0, len(ends) - 1)
+    saved = in_turn - further - max([*ends, sum(time.full for time in times)])
+    return Lanes(tuple(numbers), saved) if saved > SAVED * in_turn else Lanes((0,) * len(times), 0.0)
+
+
+def lanes_of(batches: Sequence[Batch], compute: Mapping[str, GraphTime], hardware: Hardware) -> Lanes:
+    """Divide the batches of one owner in one micro-group.
+
+    Args:
+        compute: what the compute graphs of cuts take, by their names.
+    """
+    times = [batch_time(compute[b.placed], len(b.tasks), b.stacked, hardware) for b in batches]
+    return divided(times, hardware)
