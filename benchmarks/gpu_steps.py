@@ -27,6 +27,7 @@ VARIANTS = ("plain", "compiled", "exact", "fast")
 # `torch.compile` of `torch.optim.Muon.step` itself unrolls all matrices into one graph, which takes minutes to compile
 # for a whole model. It takes part where there are few; "compiled" is a graph per shape with the same arithmetic.
 WHOLE, MOST_WHOLE = "compiled muon", 16
+IN_TURN = "exact, one batch after the other"  # where the batches of few matrices would compute side by side
 OURS = ("exact", "fast")
 
 
@@ -116,7 +117,7 @@ class Steps:
         first = dict(zip(dict.fromkeys(shapes), values, strict=True))
         gradients = [first[shape].to(device) for shape in shapes]
         optimizers: dict[str, Any] = {}
-        for variant in (*VARIANTS, *([WHOLE] if len(shapes) <= MOST_WHOLE else [])):
+        for variant in (*VARIANTS, *([WHOLE, IN_TURN] if len(shapes) <= MOST_WHOLE else [])):
             with going_on(f"{name} {variant}", self.problems):
                 params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
                 for param, gradient in zip(params, gradients, strict=True):
@@ -165,6 +166,8 @@ class Steps:
         if variant == WHOLE:
             muon.step = torch.compile(muon.step, dynamic=False, backend=self.extent.compiler)  # type: ignore[method-assign]
             return muon
+        if variant == IN_TURN:
+            return canzona_compile.wrap(muon, depth=1)
         return muon if variant == "plain" else canzona_compile.wrap(muon, numerics=variant)  # type: ignore[arg-type]
 
     def _check(self, name: str, optimizers: dict[str, Any]) -> None:
