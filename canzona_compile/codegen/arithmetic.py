@@ -128,8 +128,19 @@ def load(place, sizes, DTYPE: tl.constexpr, start, lanes, inside, DIMS: tl.const
 @triton.jit
 def load_one(own, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
     """Load an operand that has one element for the whole segment. A 16-bit float is returned as float32."""
-    at = tl.load(own + OPERAND).to(tl.pointer_type(DTYPE))
-    return widened(tl.load(at), DTYPE)
+    return widened(tl.load(address(own, OPERAND, DTYPE)), DTYPE)
+
+
+@triton.jit
+def address(own, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
+    """The address of an operand."""
+    return tl.load(own + OPERAND).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def load_scales(base, start, lanes, inside, SCALED: tl.constexpr):
+    """Load the scale of each element: one for every SCALED of them, of which tiles hold a whole number."""
+    return tl.load(base + start // SCALED + lanes // SCALED, mask=inside)
 
 
 @triton.jit

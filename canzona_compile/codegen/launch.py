@@ -248,7 +248,7 @@ class GroupedKernel(torch.nn.Module):
                 columns = tuple(list(own) for own in lists)
                 lists = columns
                 for i, (own, spread) in enumerate(zip(columns, program.spreads, strict=True)):
-                    for e, shape in shapes.items() if spread is not Spread.ONE else ():
+                    for e, shape in shapes.items() if spread not in (Spread.ONE, Spread.BLOCKS) else ():
                         whole = own[e].expand(shape).contiguous()
                         if i >= program.reads and whole.data_ptr() != own[e].data_ptr():
                             back.append((own[e], whole))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -29,6 +29,7 @@ from canzona_compile.codegen.values import (
 )
 from canzona_compile.ir.fx_utils import ancestors, is_operator, outputs, tensor_value
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.storage import BLOCK as SCALED
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,31 @@ def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
     return Expressions(
         (LoadValue("value", source, Spread.FULL),), (), lines, ((lines[0].name if lines else "value", target),)
     )
+
+
+def opening(made: Expressions, codes: Collection[str], halves: Collection[str], rounded: Sequence[bool]) -> Expressions:
+    """The expressions that read and write state of float32 as it is stored.
+
+    Args:
+        codes: names of loads that are codes and scales (see `ir.storage`).
+        halves: names of loads that have 16 bits.
+        rounded: which results are rounded to bfloat16.
+    """
+    loads, lines = list[LoadValue](), list[Assignment]()
+    for load in made.loads:
+        if load.name in codes:
+            integers, scales = f"{load.name}_codes", f"{load.name}_scales"
+            loads += [LoadValue(integers, torch.int8, load.spread), LoadValue(scales, torch.float32, Spread.BLOCKS)]
+            lines.append(Assignment(load.name, f"{{{integers}}}.to(tl.float32) * {{{scales}}}"))
+        else:
+            loads.append(replace(load, dtype=torch.bfloat16) if load.name in halves else load)
+    lines += made.lines
+    results = list(made.results)
+    for i in (i for i, wanted in enumerate(rounded) if wanted):
+        name, dtype = results[i]
+        results[i] = f"{name}_stored", torch.bfloat16
+        lines.append(Assignment(results[i][0], converted(f"{{{name}}}", dtype, torch.bfloat16)))
+    return replace(made, loads=tuple(loads), lines=tuple(lines), results=tuple(results))
 
 
 def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Expressions:
@@ -210,6 +236,10 @@ class PointwiseProgram:
             stored, truth = STORED[load.dtype], " != 0" if load.dtype is torch.bool else ""
             if load.spread is Spread.ONE:
                 once.append(f"{names[load.name]} = ops.load_one(own, {i}, {stored}){truth}")
+                continue
+            if load.spread is Spread.BLOCKS:
+                once.append(f"place_{i} = ops.address(own, {i}, {stored})")
+                each.append(f"{names[load.name]} = ops.load_scales(place_{i}, start, lanes, inside, {SCALED})")
                 continue
             aligned = "ALIGNED" if load.spread is Spread.FULL else "False"
             once.append(f"place_{i} = ops.place(row, own, {i}, {stored}, DIMS, {aligned})")

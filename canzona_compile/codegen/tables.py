@@ -75,12 +75,15 @@ def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Seque
 
 def described(program: PointwiseProgram, operands: Sequence[Tensor]) -> tuple[Shape, list[Strides]]:
     """The sizes of the merged dims, and the strides of every operand in them."""
-    shape = tuple(operands[-1].shape)
-    strides = [
-        (0,) * len(shape) if spread is Spread.ONE else operand.expand(shape).stride()
-        for operand, spread in zip(operands, program.spreads, strict=True)
-    ]
-    return merge(shape, strides)
+    shape, spreads = tuple(operands[-1].shape), program.spreads
+
+    def strides(operand: Tensor, spread: Spread) -> Strides:
+        if spread is Spread.BLOCKS:  # which elements count, row by row
+            return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        return (0,) * len(shape) if spread is Spread.ONE else operand.expand(shape).stride()
+
+    counted = spreads.index(Spread.BLOCKS) if Spread.BLOCKS in spreads else -1
+    return merge(shape, list(map(strides, operands, spreads)), counted)
 
 
 def roomy(written: Tensor) -> bool:
@@ -96,19 +99,19 @@ def fits(program: PointwiseProgram, operands: Sequence[Tensor]) -> bool:
     return len(sizes) <= MOST_DIMS and all(n <= LARGEST_INNER for n in sizes[1:])
 
 
-def merge(shape: Shape, strides: Sequence[Strides]) -> tuple[Shape, list[Strides]]:
+def merge(shape: Shape, strides: Sequence[Strides], counted: int = -1) -> tuple[Shape, list[Strides]]:
     """Merge dims that are contiguous in all operands.
 
     Args:
         shape: the shape of a fragment.
         strides: the strides of every operand, those of the tensor that is written last.
+        counted: the operand in whose order elements are counted: that which is written.
 
     Returns:
         The sizes of the merged dims and the strides of every operand in them. The dims are sorted by the strides of
-        the tensor that is written, the smallest stride last.
+        that operand, the smallest stride last.
     """
-    written = strides[-1]
-    order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -written[d])
+    order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[counted][d])
     sizes: list[int] = []
     found: list[list[int]] = [[] for _ in strides]
     for d in order:

@@ -44,6 +44,7 @@ class Spread(StrEnum):
 
     FULL = "full"
     PARTIAL = "partial"  # broadcast along some dims
+    BLOCKS = "blocks"  # an element for each block of a row, see `ir.storage`
     ONE = "one"  # a single element
 
 

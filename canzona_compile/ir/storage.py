@@ -324,6 +324,16 @@ def fetch(stored: Sequence[Stored]) -> list[Tensor]:
     return [own.open() for own in stored]
 
 
+def room(stored: Sequence[Stored]) -> list[Tensor]:
+    """Memory for the new values of leaves that a kernel opens itself; a call of programs."""
+    return [torch.empty(own.shape, dtype=own.dtype, device=own.device) for own in stored]
+
+
+def part(stored: Sequence[Stored], number: int) -> list[Tensor]:
+    """What leaves are stored in, one of their tensors each; a call of programs."""
+    return [own.tensors[number] for own in stored]
+
+
 def store(stored: Sequence[Stored], values: Sequence[Tensor]) -> None:
     """Store new values of leaves; a call of programs."""
     for own, value in zip(stored, values, strict=True):

@@ -90,12 +90,21 @@ class ProgramBuilder:
                 found = self.bind(f"{where}_{name}", Fragments(role, name, names))
         return found if self.event is None else self.fetched[self.event.micro_group].get(found, found)
 
-    def open_leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> None:
-        """Open a stored leaf: what `leaf` returns from now on is its values."""
+    def open_leaf(
+        self, inside: bool, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str
+    ) -> None:
+        """Open a stored leaf: what `leaf` returns from now on is its values.
+
+        Args:
+            inside: whether generated kernels open it. They round what has 16 bits, too, but have room for the new
+                values of what has codes, which are made of whole blocks.
+        """
         stored = self.leaf(placed, group, names, name, where)
         assert self.event is not None
-        self.fetched[self.event.micro_group][stored] = self.call(storage.fetch, stored)
-        if name in placed.template.writes:
+        codes = placed.stored[name].dtype == "int8"
+        opening = self.call(storage.room if inside else storage.fetch, stored) if codes or not inside else None
+        self.fetched[self.event.micro_group][stored] = opening or self.call(storage.part, stored, 0)
+        if opening is not None and name in placed.template.writes:
             self.written_leaves.add(stored)
 
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:

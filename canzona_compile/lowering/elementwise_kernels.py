@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.codegen.source import Expressions, PointwiseProgram, copying, expressions
+from canzona_compile.codegen.source import Expressions, PointwiseProgram, copying, expressions, opening
 from canzona_compile.codegen.values import Unsupported
-from canzona_compile.ir import program_ops
+from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.fx_utils import outputs, placeholders, subgraph, tensor_value
 from canzona_compile.ir.program import Views, Whole
 from canzona_compile.ir.step import Phase, Placed, Role
@@ -111,6 +111,15 @@ class Kernels:
                 self.eager[placed.name] = made
             self._made[placed.name] = made if isinstance(made, CutKernels) else None
         return None if segment.empty else self._made[placed.name]
+
+    def opens(self, g: GroupView, segment: TaskSegment, name: str) -> bool:
+        """Whether prepare reads a stored leaf as it is stored: one on the device, of which it writes new values."""
+        kernel, kept = self.of(segment), segment.placed.stored[name]
+        dtypes = [leaf.dtype for leaf in segment.placed.leaves if leaf.name == name]
+        if kernel is None or kept.host or dtypes != [torch.float32] or name not in kernel.early.values():
+            return False
+        columns = {task.layout.boxes[g.at[1]].size[-1] for task in segment.tasks}
+        return kept.dtype != "int8" or not any(n % storage.BLOCK for n in columns)
 
     # -- stages --------------------------------------------------------------------------------------
 
@@ -222,16 +231,22 @@ class Kernels:
         lookup: Lookup,
     ) -> None:
         placed = segment.placed
-        made = expressions(graph, wanted, placed.template.shape)
         by_name = {n.name: n for n in graph.nodes}
+        made = expressions(graph, wanted, placed.template.shape)
+        found = {load.name: lookup(str(by_name[load.name].target)) for load in made.loads}
+        codes = {name: node.args[0] for name, node in found.items() if node.target is storage.room}
+        halves = [name for name, node in found.items() if node.target is storage.part]
+        made = opening(made, codes, halves, [own[0].target is storage.part for own in targets])
         dtypes = tuple((dtype,) * len(own) for (_, dtype), own in zip(made.results, targets, strict=True))
         program = PointwiseProgram(f"{placed.name}_{stage}", made, dtypes)
 
-        def operand(name: str) -> fx.Node:
-            found, single = lookup(name), name in placed.template.numbers
-            return self.program.call(program_ops.repeated, found, len(segment.tasks)) if single else found
+        def operands(name: str) -> list[fx.Node]:
+            if name in codes:
+                return [self.program.call(storage.part, codes[name], i) for i in range(2)]
+            single = str(by_name[name].target) in placed.template.numbers
+            return [self.program.call(program_ops.repeated, found[name], len(segment.tasks)) if single else found[name]]
 
-        lists = [operand(str(by_name[load.name].target)) for load in made.loads]
+        lists = [node for name in found for node in operands(name)]
         lists += [node for own in targets for node in own]
         self._parts.append((program, tuple(lists), self._numbers(placed, stage, graph, made, lookup)))
 

@@ -40,7 +40,7 @@ def computes(stream: str) -> bool:
 
 
 # These calls index lists or make views on the host. They give a stream nothing to do.
-LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated)
+LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated, storage.part)
 
 # These read their arguments, and write none of them.
 READS = (
@@ -52,6 +52,7 @@ READS = (
     program_ops.spread,
     program_ops.stack,
     storage.fetch,
+    storage.room,
 )
 
 Resource = Hashable  # a leaf of a task, a computed value, or a `SlotRange`

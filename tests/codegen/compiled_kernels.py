@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from canzona_compile.codegen.launch import BLOCK, OPTIONS, loaded
-from canzona_compile.codegen.source import KernelForm, PointwiseProgram, copying, expressions, source
+from canzona_compile.codegen.source import KernelForm, PointwiseProgram, copying, expressions, opening, source
 from canzona_compile.kernels.int8_blocks_triton import BLOCKS, decode_blocks, encode_blocks
 from canzona_compile.kernels.int8_blocks_triton import OPTIONS as INT8_OPTIONS
 from tests.codegen.pointwise import one_call
@@ -34,13 +34,16 @@ FLAT: tuple[KernelForm, ...] = ((1, True),)
 ALL: tuple[KernelForm, ...] = ((1, True), (2, True), (1, False), (2, False), (4, False))
 
 
-def muon_prepare() -> PointwiseProgram:
+def muon_prepare(state: str = "") -> PointwiseProgram:
+    """With the momentum as it is, or as `state=` stores it."""
     b = Builder(momentum_buffer=empty(SHAPE), grad=empty(SHAPE), momentum=0.95)
     weight = b.call("weight", operator.sub, 1.0, b["momentum"])
     average = b.call("average", aten.lerp.Scalar, b["momentum_buffer"], b["grad"], weight)
     ahead = b.call("ahead", aten.lerp.Scalar, b["grad"], average, b["momentum"])
     graph = b.returns(b.call("low", aten._to_copy.default, ahead, dtype=torch.bfloat16), average)
-    return PointwiseProgram("prepare", expressions(graph, [0, 1], SHAPE), ((torch.bfloat16,), (torch.float32,)))
+    codes, halves = [["momentum_buffer"] if state == own else [] for own in ("int8", "bfloat16")]
+    made = opening(expressions(graph, [0, 1], SHAPE), codes, halves, [False, state == "bfloat16"])
+    return PointwiseProgram("prepare", made, tuple((dtype,) for _, dtype in made.results))
 
 
 def muon_apply() -> PointwiseProgram:
@@ -85,6 +88,8 @@ def addcmul() -> PointwiseProgram:
 
 KERNELS = {
     "prepare": ([muon_prepare()], FLAT),
+    "prepare of codes": ([muon_prepare("int8")], FLAT),
+    "prepare of halves": ([muon_prepare("bfloat16")], FLAT),
     "apply": ([muon_apply()], FLAT),
     "copy": ([copy()], ((1, True), (2, True))),
     "addcmul": ([addcmul()], FLAT),

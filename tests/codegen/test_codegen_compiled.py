@@ -59,7 +59,8 @@ def printed(arch: str) -> Needs:
 
 
 INT8 = ("decode_blocks", "encode_blocks")
-KERNELS, ARCHITECTURES = ("prepare", "apply", "copy", "mixed", *INT8), ["90", *also(["80", "100"])]
+STORED = ("prepare of codes", "prepare of halves")
+KERNELS, ARCHITECTURES = ("prepare", *STORED, "apply", "copy", "mixed", *INT8), ["90", *also(["80", "100"])]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -72,7 +73,7 @@ def test_nothing_spills(compiled: Compiled, name: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["prepare", "apply", "copy"])
+@pytest.mark.parametrize("name", ["prepare", *STORED, "apply", "copy"])
 def test_flat_segments_move_in_vectors_and_fill_a_processor(compiled: Compiled, name: str, arch: str) -> None:
     """Sixteen bytes per access, and no more than 64 registers: 32 of 64 warps of an SM."""
     needs = compiled(arch)[name]

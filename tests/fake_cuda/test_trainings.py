@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -175,6 +176,23 @@ def test_codes_in_host_memory(case: Case, seeds: range) -> None:
         assert wrong(results) == [], f"seed {seed}"
         assert all(result.waits == 0 for result in results)
         assert "recorded" in results[0].how[-1]
+
+
+@pytest.mark.parametrize("case", first([Case("plain", ()), *CASES]), ids=str)
+@pytest.mark.parametrize(("state", "seeds"), [("int8", range(2)), ("bfloat16", range(2)), full("int8", range(2, 27))])
+def test_kernels_open_stored_state(case: Case, state: str, seeds: range) -> None:
+    """What is on the device is opened inside of prepare, where it is made of whole blocks: with the bits, also of what
+    is stored, that calls of torch give."""
+    options = {"state": state, "micro_groups": 2, "strategy": "owner"}
+    script = Script("blocks", case, steps=7, edits={5: rate(0.02)}, options=options, kernels=True)
+    plain = plain_training(script)
+    expected = run_script(replace(script, kernels=False), None, plain)
+    assert all(result.distance <= ROUNDING["muon"] for result in expected)
+    for seed in seeds:
+        results = run_script(script, seed, plain)
+        assert all(map(same_values, results, expected)), f"seed {seed}"
+        assert all(result.waits == 0 for result in results)
+        assert "recorded" in results[0].how[-1] or case.layout == "ddp"
 
 
 @pytest.mark.parametrize("seed", [0, *also([1, 2])])

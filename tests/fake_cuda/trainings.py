@@ -37,10 +37,12 @@ from tests.harness.optimizers import SHARED, Shared, share_captures
 from tests.harness.pairs import different, params_of
 
 SHAPES = ((12, 8), (8, 12), (12, 8), (7, 5), (12, 8))
-STACKS = ((3, 12, 8), (2, 8, 12), (3, 12, 8), (2, 7, 5), (3, 12, 8))  # of "stacks"
+STACKS = ((3, 12, 8), (2, 8, 12), (3, 12, 8), (2, 7, 5), (3, 12, 8))
+BLOCKS = ((12, 128), (8, 256), (12, 128), (7, 130), (4, 128))  # all but one have whole blocks of codes
+SHAPES_OF = {"stacks": STACKS, "blocks": BLOCKS}  # by the name of a script; others have SHAPES
 EVERY = 3
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
-    "muon": lambda params: Muon(params, lr=0.05, momentum=0.9, weight_decay=0.1),
+    **dict.fromkeys(("muon", "blocks"), lambda params: Muon(params, lr=0.05, momentum=0.9, weight_decay=0.1)),
     "stacks": lambda params: StackedMuon(params, lr=0.05, momentum=0.9, weight_decay=0.1),
     "soap": lambda params: SOAP(params, lr=0.01, every=EVERY),
     "shampoo": lambda params: Shampoo(params, lr=0.05, every=EVERY),
@@ -114,7 +116,7 @@ class Plain:
 def plain_training(script: Script) -> Plain:
     """The plain optimizer on whole tensors."""
     random = torch.Generator().manual_seed(5)
-    shapes = STACKS if script.name == "stacks" else SHAPES
+    shapes = SHAPES_OF.get(script.name, SHAPES)
     first = [torch.randn(shape, generator=random) for shape in shapes]
     grads = [[torch.randn(shape, generator=random) for shape in shapes] for _ in range(script.steps)]
     params = [torch.nn.Parameter(value.clone()) for value in first]

@@ -17,6 +17,7 @@ from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.program import Bytes, Fragments, Indices, Input, Residents, ScalarInput, Views, Whole
 from canzona_compile.ir.step import Form, Role, Step, Task, Template
+from canzona_compile.ir.storage import Stored
 from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.passes import planning_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec, ParamExample
@@ -97,6 +98,7 @@ class ProgramTensors:
         self.step, self.rank = step, rank
         self.slots = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in step.program.slots]
         self._leaves: dict[tuple[str, str], Tensor] = {}
+        self._stored: dict[tuple[str, str], Stored] = {}
 
     def of(self, value: Input) -> Any:
         """The argument for an input; None for process groups and what waits for them."""
@@ -110,12 +112,18 @@ class ProgramTensors:
             case Bytes(counts):
                 return list(counts)
             case Fragments(_, leaf, tasks):
-                return [self.leaf(leaf, task, whole=False) for task in tasks]
+                return [self.held(leaf, task, whole=False) for task in tasks]
             case Residents(leaf, tasks):
-                return [self.leaf(leaf, task, whole=True) for task in tasks]
+                return [self.held(leaf, task, whole=True) for task in tasks]
             case ScalarInput():
                 return NUMBER
         return None
+
+    def held(self, name: str, task: str, whole: bool) -> Tensor | Stored:
+        """A leaf of a task as its state has it."""
+        storage = self.step.placed_of(self.step.task(task)).stored.get(name)
+        leaf = self.leaf(name, task, whole)
+        return leaf if storage is None else self._stored.setdefault((task, name), Stored(storage, leaf))
 
     def leaf(self, name: str, task: str, whole: bool) -> Tensor:
         """Make a leaf of a task: this rank's fragment of it, or all of it.

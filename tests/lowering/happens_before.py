@@ -24,6 +24,7 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Input, Program, StreamSet
 from canzona_compile.ir.step import Step
+from canzona_compile.ir.storage import Stored
 from tests.lowering.emitted_steps import ProgramTensors
 
 Clock = dict[str, int]
@@ -216,7 +217,9 @@ def check(step: Step, rank: int) -> Checked:
     ledger = Ledger()
     bound = Bound(step, rank, ledger)
     arguments = [bound.of(value) for value in program.inputs.values()]
-    leaves = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+    values = pytree.tree_leaves(arguments)
+    parts = [t for value in values for t in (value.tensors if isinstance(value, Stored) else (value,))]
+    leaves = [t for t in parts if isinstance(t, Tensor)]
     ledger.node = "the caller, before"
     ledger.tick("caller")
     for tensor in leaves:  # gradients were just written, parameters read by the model

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.ir import program_ops
+from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, BufferUse, Step
 from canzona_compile.ir.storage import rules_of
@@ -26,7 +26,7 @@ from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.session import plan, session
 from tests.harness import ranks
-from tests.harness.marks import full, only
+from tests.harness.marks import also, full, only
 from tests.harness.optimizers import share_captures
 from tests.lowering.emitted_steps import CUDA, MAKERS, SHAPES, SIMILAR, WITH_LANES, emitted, templates
 from tests.lowering.happens_before import Race, check, orders
@@ -59,6 +59,19 @@ def test_every_access_is_ordered(name: str, strategy: Any, grid: tuple[int, int]
     for variant in range(len(templates(name, SHAPES[0]))):
         for rank in range(grid[0] * grid[1]):
             check(emitted(name, grid, rank=rank, variant=variant, **options), rank)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), *also([(1, 2), (2, 2)])], ids=str)
+@pytest.mark.parametrize("state", ["int8", "bfloat16", *also(["int8 cpu"])])
+@pytest.mark.parametrize("width", [128, *also([120])])
+def test_every_access_to_stored_state_is_ordered(grid: tuple[int, int], state: str, width: int) -> None:
+    rules = rules_of({"momentum_buffer": state})
+    for rank in range(grid[0] * grid[1]):
+        step = emitted("muon", grid, rank=rank, shapes=((16, width), (8, width)), state=rules, micro_groups=2)
+        assert (storage.part in {n.target for n in step.program.module.graph.nodes}) == (
+            "cpu" not in state and (width == 128 or state == "bfloat16")
+        )
+        check(step, rank)
 
 
 @pytest.mark.full

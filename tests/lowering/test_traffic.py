@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from canzona_compile.ir.storage import rules_of
 from tests.lowering.emitted_steps import emitted
 from tests.lowering.traffic import Traffic, traffic
 
@@ -13,6 +14,7 @@ pytest.importorskip("triton")
 TALL_AND_WIDE = ((128, 32), (32, 128))  # in 32 x 32 numbers of their Gram matrices are few
 MATRICES = 8
 ELEMENTS = MATRICES * 128 * 32
+CODE = 1 + 4 / 128  # bytes
 
 
 LAYER = ((64, 64), (32, 64), (32, 64), (64, 64), (192, 64), (192, 64), (64, 192))  # of Qwen3-1.7B, divided by 32
@@ -33,6 +35,23 @@ def test_bytes_per_element_on_one_gpu(numerics: Any) -> None:
     }
     # The norm reads, and the division reads and writes. Fast numerics also moves the diagonal of a first factor.
     assert 6 <= found["compute"].moved / ELEMENTS < {"exact": 6.1, "fast": 8.5}[numerics]
+
+
+@pytest.mark.parametrize(
+    ("state", "width", "moved"),
+    [
+        # The codes and a scale for 128 of them replace 4 bytes of momentum, and are written once it was rounded.
+        pytest.param("int8", 128, {"prepare": 14 - 4 + CODE, "state": 4 + CODE, "apply": 10}, id="int8"),
+        pytest.param("int8", 120, {"prepare": 14, "state": 2 * (4 + CODE), "apply": 10}, id="int8, parts of blocks"),
+        pytest.param("bfloat16", 120, {"prepare": 14 - 2 * 2, "apply": 10}, id="bfloat16"),
+    ],
+)
+def test_bytes_of_stored_state(state: str, width: int, moved: dict[str, float]) -> None:
+    found = traffic(emitted("muon", (1, 1), shapes=((64, width),), state=rules_of({"momentum_buffer": state})))
+    del found["compute"]
+    assert found.keys() == moved.keys()
+    for name, own in found.items():
+        assert own.moved / (4 * 64 * width) == pytest.approx(moved[name], abs=0.02)
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1)], ids=str)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from canzona_compile.codegen.launch import GroupedKernel, LaunchPart
 from canzona_compile.codegen.tables import segment_of
 from canzona_compile.codegen.values import Spread
-from canzona_compile.ir import program_ops
+from canzona_compile.ir import program_ops, storage
 from canzona_compile.ir.step import Step
 from tests.lowering.emitted_steps import ProgramTensors
 
@@ -59,6 +59,12 @@ class Counter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in SKIPPED:
             return None
+        if target in (storage.fetch, storage.store):  # on GPUs a kernel each, for each leaf
+            result = super().call_function(target, args, kwargs)
+            stored, values = args if target is storage.store else (args[0], result)
+            self.stage("state").launches += len(stored)
+            self.stage("state").moved += sum(own.nbytes for own in (*stored, *values))
+            return result
         with Operators(self.stage("compute")):
             return super().call_function(target, args, kwargs)
 
@@ -88,8 +94,9 @@ def described(kernel: GroupedKernel, parts: Sequence[LaunchPart]) -> Iterator[tu
                 continue
             elements = math.prod(segment.sizes)
             full = [i for i, spread in enumerate(program.spreads) if spread is Spread.FULL]
+            scales = [i for i, spread in enumerate(program.spreads) if spread is Spread.BLOCKS]
             yield (
-                elements * sum(operands[i].itemsize for i in full),
+                elements * sum(operands[i].itemsize for i in full) + sum(operands[i].nbytes for i in scales),
                 elements * sum(segment.strides[i][-1] != 1 for i in full),
             )
 
