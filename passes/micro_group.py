@@ -39,10 +39,10 @@ class FormMicroGroups:
     counts that products of small matrices are faster as a stack, and also tries to sort matrices that cost the same
     by their kind, which gives fewer and larger stacks. It keeps those of the shortest time, or within 1% of it if
     nothing is sent, or if communication overlaps computation. Of these it takes the one that holds the fewest bytes
-    at once; on a tie, the smaller number. Where communication and computation share the cores, that is one micro-
-    group. A GPU that sends nothing computes all of them one after the other, so there only plans with the fewest
-    stacks count, unless steps open stored state. A matrix that alone exceeds the capacity is the only one that its
-    owner has in its micro-group.
+    at once; on a tie, the smaller number. Where communication and computation share the cores, that is one
+    micro-group. A GPU that sends nothing computes all of them one after the other, so there only plans with the
+    fewest stacks count, unless steps open stored state. A matrix that alone exceeds the capacity is the only one
+    that its owner has in its micro-group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
 
