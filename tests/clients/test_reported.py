@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import canzona_compile
 from canzona_compile import optimizers
@@ -43,8 +46,10 @@ def sharded(**options: Any) -> Any:
     return fully_shard(nn.Sequential(*layers), **options)
 
 
-def loss_of(model: Any, step: int) -> Tensor:
-    tokens = torch.randint(32, (16,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+def loss_of(model: Any, step: int, rank: int | None = None) -> Tensor:
+    """On the data of this rank, or of another one."""
+    rank = dist.get_rank() if rank is None else rank
+    tokens = torch.randint(32, (16,), generator=torch.Generator().manual_seed(10 * step + rank))
     return nn.functional.cross_entropy(model(tokens).float(), (tokens + 1) % 32)
 
 
@@ -157,6 +162,48 @@ def with_empty_shards(flag: str) -> list[str]:
 @pytest.mark.parametrize("flag", ["fused", *also(["foreach"])])
 def test_empty_shards_come_last(flag: str) -> None:
     assert run(3, with_empty_shards, flag) == [[]] * 3
+
+
+# -- stages and averages in data parallelism ---------------------------------------------------------
+
+
+def in_stages(options: dict[str, Any]) -> list[bool]:
+    """The last layer is trained first, then all; an average of the weights goes with it."""
+    world = dist.group.WORLD
+    torch.manual_seed(0)
+    layers = [nn.Embedding(32, 24), nn.Linear(24, 24, bias=False), nn.GELU(), nn.Linear(24, 32, bias=False)]
+    model = nn.Sequential(*layers)
+    plain = copy.deepcopy(model)
+    whole = canzona_compile.unwrap(canzona_compile.muon_adamw(plain, lr=1e-2))
+    late = options.get("gather") == "forward"
+    replicas = {"zero1": world, **options} if options else {"replicate": world}
+    optimizer = canzona_compile.muon_adamw(model, lr=1e-2, **replicas)
+    shell: Any = model if options else DistributedDataParallel(model, find_unused_parameters=True)
+    averages = [AveragedModel(own, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for own in (model, plain)]
+    for own in (model, plain):
+        own.requires_grad_(False)
+        own[3].requires_grad_(True)
+    for step in range(STEPS):
+        if step == 2:
+            model.requires_grad_(True)
+            plain.requires_grad_(True)
+        loss_of(shell, step).backward()
+        for rank in range(dist.get_world_size()):
+            (loss_of(plain, step, rank) / dist.get_world_size()).backward()
+        for one in (optimizer, whole):
+            one.step()
+            one.zero_grad()
+        if late:
+            optimizer.canzona.synchronize()
+        for average, own in zip(averages, (model, plain), strict=True):
+            average.update_parameters(own)
+    pairs = zip(*(average.parameters() for average in averages), strict=True)
+    return [same_bits(one, two) for one, two in (*zip(model.parameters(), plain.parameters(), strict=True), *pairs)]
+
+
+@pytest.mark.parametrize("options", [{}, {"gather": "step"}, {"gather": "forward"}], ids=["ddp", "zero1", "late"])
+def test_layers_are_unfrozen_and_averaged(options: dict[str, Any]) -> None:
+    assert run(2, in_stages, options) == [[True] * 6] * 2
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
