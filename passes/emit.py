@@ -143,8 +143,8 @@ class ProgramWriter(ProgramBuilder):
 
     def fetch(self, g: GroupView) -> None:
         """Open the stored leaves of a micro-group: those of fragments, and those that this rank has as owner."""
-        for inside, placed, group, names, leaf, where in self.stored(g):
-            self.open_leaf(inside, placed, group, names, leaf, where)
+        for placed, group, names, leaf, where, inside in self.stored(g):
+            self.open_leaf(placed, group, names, leaf, where, inside=inside)
 
     def store(self, g: GroupView) -> None:
         """Store the leaves of a micro-group that have new values."""
@@ -152,18 +152,18 @@ class ProgramWriter(ProgramBuilder):
             if stored in self.written_leaves:
                 self.call(storage.store, stored, values)
 
-    def stored(self, g: GroupView) -> Iterator[tuple[bool, Placed, int, tuple[str, ...], str, str]]:
+    def stored(self, g: GroupView) -> Iterator[tuple[Placed, int, tuple[str, ...], str, str, bool]]:
         """The stored leaves of a micro-group that this rank needs: the arguments of `open_leaf`."""
         for i, own in enumerate(g.segments):
+            opened = self.kernels.opens(g, own) if self.kernels is not None else ()
             for name in (n for n in own.placed.opened if n not in own.placed.resident):
-                inside = self.kernels is not None and self.kernels.opens(g, own, name)
-                yield inside, own.placed, own.group, own.names, name, f"g{g.group.index}_s{i}"
+                yield own.placed, own.group, own.names, name, f"g{g.group.index}_s{i}", name in opened
         cuts = {placed.name: placed for placed in self.step.placed}
         for b, batch in enumerate(g.group.batches):
             placed = cuts[batch.placed]
             for name in placed.opened if batch.owner in (None, g.at) else ():
                 if name in placed.resident:
-                    yield False, placed, batch.param_group, batch.tasks, name, f"g{g.group.index}_b{b}"
+                    yield placed, batch.param_group, batch.tasks, name, f"g{g.group.index}_b{b}", False
 
     def meet(self, g: GroupView) -> None:
         ranks = self.bind("ranks", Group(g.grid.members()))

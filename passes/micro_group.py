@@ -20,6 +20,7 @@ from canzona_compile.analysis.step_time import (
 )
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task
+from canzona_compile.lowering.elementwise_kernels import opened_by_kernels
 from canzona_compile.lowering.stacking import stacks
 from canzona_compile.lowering.symmetric_products import rewritten
 from canzona_compile.machine.hardware import Machine
@@ -86,7 +87,7 @@ class FormMicroGroups:
         capacity = dict(self.agreed).get(grid.members(), self.capacity)
         limits = [max(math.ceil(total / count), largest) for count in counts]
         plans = [pack(order, placed, limit, capacity) for limit in limits for order in orders]
-        opened = any(placed[t.placed].opened for t in tasks)  # whose memory grows with a micro-group
+        opened = any(whole_while_open(placed[name]) for name in {t.placed for t in tasks})
         if grid.size == 1 and step.machine.device != "cpu" and not opened:
             fewest = min(map(stacks_of, plans))
             plans = [plan for plan in plans if stacks_of(plan) == fewest]
@@ -105,6 +106,12 @@ class FormMicroGroups:
         limit = min(times) * (1 + TOLERANCE * (rates.overlap > 0 or grid.size == 1))
         near = [plan for plan, time in zip(plans, times, strict=True) if time <= limit]
         return min(near, key=lambda plan: (live_bytes(plan, placed, self.depth), len(plan)))
+
+
+def whole_while_open(placed: Placed) -> bool:
+    """Whether memory for stored state grows with a micro-group: kernels open 16 bits element by element."""
+    found = opened_by_kernels(placed, ())
+    return any(found.get(name) != "bfloat16" for name in placed.opened)
 
 
 def stacks_of(plan: Sequence[Sequence[Task]]) -> int:

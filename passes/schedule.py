@@ -8,7 +8,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import ClassVar
 
-from canzona_compile.analysis.lanes import lanes_of
+from canzona_compile.analysis.lanes import batch_times, divided
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir.step import Act, Batch, Event, Form, MicroGroup, Step
 from canzona_compile.ir.storage import Storage
@@ -57,15 +57,15 @@ def in_lanes(step: Step) -> tuple[MicroGroup, ...]:
     hardware = hardware_of(step.machine)
     compute = {p.name: graph_time(p.compute, hardware, p.kind.matrices) for p in step.placed}
 
-    def divided(group: MicroGroup) -> MicroGroup:
+    def with_lanes(group: MicroGroup) -> MicroGroup:
         found: list[Batch] = []
         for _, own in groupby(group.batches, key=lambda batch: batch.owner):
             batches = tuple(own)
-            lanes = lanes_of(batches, compute, hardware).numbers
+            lanes = divided(batch_times(batches, compute, hardware), hardware).numbers
             found += [replace(batch, lane=lane) for batch, lane in zip(batches, lanes, strict=True)]
         return replace(group, batches=tuple(found))
 
-    return tuple(map(divided, step.micro_groups))
+    return tuple(map(with_lanes, step.micro_groups))
 
 
 def silent(step: Step) -> Iterator[MicroGroup]:

@@ -16,7 +16,7 @@ from canzona_compile.machine.hardware import Hardware
 
 MOST = 4  # lanes
 SAVED = 0.05  # the share of the time that lanes have to save
-ENDLESS = 1 << 60  # matrices of a stack that leaves no processor of any GPU idle
+FILLS = 1 << 60  # matrices of a stack that leaves no processor of any GPU idle
 EVENTS = 3  # launches that a further lane costs: it waits, is launched by itself, and is waited for
 
 
@@ -49,26 +49,33 @@ class Lanes:
 def batch_time(compute: GraphTime, count: int, stacked: bool, hardware: Hardware) -> BatchTime:
     """The time of a batch of `count` tasks."""
     alone = count * (compute.seconds - (compute.saves(count, hardware) if stacked else 0.0))
-    return BatchTime(alone, count * (compute.seconds - compute.saves(ENDLESS, hardware)))
+    return BatchTime(alone, count * (compute.seconds - compute.saves(FILLS, hardware)))
+
+
+def saved(times: Sequence[BatchTime], numbers: Sequence[int], hardware: Hardware) -> float:
+    """The seconds that batches in these lanes take less than one after the other."""
+    ends = [0.0] * (1 + max(numbers, default=0))
+    for time, number in zip(times, numbers, strict=True):
+        ends[number] += time.alone
+    together = max(*ends, sum(time.full for time in times), 0.0) + EVENTS * hardware.launch * (len(ends) - 1)
+    return sum(time.alone for time in times) - together
 
 
 def divided(times: Sequence[BatchTime], hardware: Hardware) -> Lanes:
     """Divide batches among lanes, the longest first, each to the lane that ends first."""
-    in_turn = sum(time.alone for time in times)
     ends, numbers = [0.0] * min(MOST, len(times)), [0] * len(times)
     for i in sorted(range(len(times)), key=lambda i: -times[i].alone):
         numbers[i] = ends.index(min(ends))
         ends[numbers[i]] += times[i].alone
-    further = EVENTS * hardware.launch * max(0, len(ends) - 1)
-    saved = in_turn - further - max([*ends, sum(time.full for time in times)])
-    return Lanes(tuple(numbers), saved) if saved > SAVED * in_turn else Lanes((0,) * len(times), 0.0)
+    gained = saved(times, numbers, hardware)
+    worth = gained > SAVED * sum(time.alone for time in times)
+    return Lanes(tuple(numbers), gained) if worth else Lanes((0,) * len(times), 0.0)
 
 
-def lanes_of(batches: Sequence[Batch], compute: Mapping[str, GraphTime], hardware: Hardware) -> Lanes:
-    """Divide the batches of one owner in one micro-group.
+def batch_times(batches: Sequence[Batch], compute: Mapping[str, GraphTime], hardware: Hardware) -> list[BatchTime]:
+    """The times of batches.
 
     Args:
         compute: what the compute graphs of cuts take, by their names.
     """
-    times = [batch_time(compute[b.placed], len(b.tasks), b.stacked, hardware) for b in batches]
-    return divided(times, hardware)
+    return [batch_time(compute[b.placed], len(b.tasks), b.stacked, hardware) for b in batches]

@@ -200,13 +200,13 @@ def seconds_beside(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], 
     launches, products = defaultdict[object, float](float), defaultdict[object, float](float)
     counts = Counter((task.owner, task.placed, task.param_group) for task in tasks)
     uneven = {(cut, n): shared[cut].uneven(n, rates) for cut, n in {(cut, n) for (_, cut, _), n in counts.items()}}
-    aside = defaultdict[object, list[BatchTime]](list)
+    batches = defaultdict[object, list[BatchTime]](list)
     for (owner, cut, _), count in counts.items():
         launches[owner] += shared[cut].matrices
         products[owner] += uneven[cut, count]
         if shared[cut].aside:
-            aside[owner].append(batch_time(shared[cut].compute, count, shared[cut].stacks, shared[cut].hardware))
-    for one, times in aside.items():
+            batches[owner].append(batch_time(shared[cut].compute, count, shared[cut].stacks, shared[cut].hardware))
+    for one, times in batches.items():
         products[one] -= divided(times, next(iter(shared.values())).hardware).saved
     fragments = sum(shared[cut].fragments for cut, _ in {(cut, group) for _, cut, group in counts})
     return fragments + sum(busiest({None: 0.0, **by_owner}) for by_owner in (launches, products))

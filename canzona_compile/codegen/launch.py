@@ -247,7 +247,7 @@ class GroupedKernel(torch.nn.Module):
                 shapes = {e: lists[-1][e].shape for e in odd}
                 columns = tuple(list(own) for own in lists)
                 lists = columns
-                for i, (own, spread) in enumerate(zip(columns, program.spreads, strict=True)):
+                for i, (own, spread) in enumerate(zip(columns, program.spreads, strict=True)):  # scales lie in a row
                     for e, shape in shapes.items() if spread not in (Spread.ONE, Spread.BLOCKS) else ():
                         whole = own[e].expand(shape).contiguous()
                         if i >= program.reads and whole.data_ptr() != own[e].data_ptr():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +46,11 @@ class Expressions:
     lines: tuple[Assignment, ...]
     results: tuple[tuple[str, torch.dtype], ...]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all values."""
+        return [*(x.name for x in self.loads), *(x.name for x in self.numbers), *(x.name for x in self.lines)]
+
 
 def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
     """The expressions that copy a tensor and cast it from dtype `source` to dtype `target`."""
@@ -57,27 +62,34 @@ def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
     )
 
 
-def opening(made: Expressions, codes: Collection[str], halves: Collection[str], rounded: Sequence[bool]) -> Expressions:
-    """The expressions that read and write state of float32 as it is stored.
+def opening(made: Expressions, stored: Mapping[str, str], rounded: Sequence[bool]) -> Expressions:
+    """The expressions that read and write state of float32 as it is stored (see `ir.storage`).
 
     Args:
-        codes: names of loads that are codes and scales (see `ir.storage`).
-        halves: names of loads that have 16 bits.
+        stored: by names of loads, what stores them: "int8" for codes and scales, or "bfloat16".
         rounded: which results are rounded to bfloat16.
     """
     loads, lines = list[LoadValue](), list[Assignment]()
+    taken = set(made.names)
+
+    def fresh(name: str) -> str:
+        return name if name not in taken else fresh(f"{name}_")
+
     for load in made.loads:
-        if load.name in codes:
-            integers, scales = f"{load.name}_codes", f"{load.name}_scales"
-            loads += [LoadValue(integers, torch.int8, load.spread), LoadValue(scales, torch.float32, Spread.BLOCKS)]
-            lines.append(Assignment(load.name, f"{{{integers}}}.to(tl.float32) * {{{scales}}}"))
-        else:
-            loads.append(replace(load, dtype=torch.bfloat16) if load.name in halves else load)
+        match stored.get(load.name):
+            case "int8":
+                codes, scales = fresh(f"{load.name}_codes"), fresh(f"{load.name}_scales")
+                loads += [LoadValue(codes, torch.int8, load.spread), LoadValue(scales, torch.float32, Spread.BLOCKS)]
+                lines.append(Assignment(load.name, f"{{{codes}}}.to(tl.float32) * {{{scales}}}"))
+            case "bfloat16":
+                loads.append(replace(load, dtype=torch.bfloat16))
+            case _:
+                loads.append(load)
     lines += made.lines
     results = list(made.results)
     for i in (i for i, wanted in enumerate(rounded) if wanted):
         name, dtype = results[i]
-        results[i] = f"{name}_stored", torch.bfloat16
+        results[i] = fresh(f"{name}_stored"), torch.bfloat16
         lines.append(Assignment(results[i][0], converted(f"{{{name}}}", dtype, torch.bfloat16)))
     return replace(made, loads=tuple(loads), lines=tuple(lines), results=tuple(results))
 
@@ -210,16 +222,12 @@ class PointwiseProgram:
     @property
     def key(self) -> str:
         """A text that is equal for programs that do the same, whatever the names of their values are."""
-        return "\n".join(self.body({name: f"v{i}" for i, name in enumerate(self._names())}))
-
-    def _names(self) -> list[str]:
-        own = self.expressions
-        return [*(x.name for x in own.loads), *(x.name for x in own.numbers), *(x.name for x in own.lines)]
+        return "\n".join(self.body({name: f"v{i}" for i, name in enumerate(self.expressions.names)}))
 
     def text(self, name: str) -> str:
         """The source text of the program's Triton function, under the name `name`."""
         names: dict[str, str] = {}
-        for own in self._names():
+        for own in self.expressions.names:
             new = re.sub(r"\W", "_", own)
             while new in TAKEN or PLACE.fullmatch(new) or keyword.iskeyword(new) or new in names.values():
                 new += "_"

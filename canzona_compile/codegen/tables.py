@@ -1,7 +1,8 @@
 """Tables of segments, which tell a kernel how its operands lie.
 
 A segment is the fragment of one task in one program. All operands of a segment are viewed with the shape of the tensor
-that is written. Dims that are contiguous in all operands are merged, so most segments are flat.
+that is written. Dims that are contiguous in all operands are merged, so most segments are flat. Elements are counted in
+the order in which the tensor that is written lies, or row by row where each block of a row has a scale.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def merge(shape: Shape, strides: Sequence[Strides], counted: int = -1) -> tuple[
     Args:
         shape: the shape of a fragment.
         strides: the strides of every operand, those of the tensor that is written last.
-        counted: the operand in whose order elements are counted: that which is written.
+        counted: the operand in whose order elements are counted.
 
     Returns:
         The sizes of the merged dims and the strides of every operand in them. The dims are sorted by the strides of

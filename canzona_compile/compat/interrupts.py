@@ -80,9 +80,9 @@ def interrupted_here() -> None:
 
 @functools.cache  # steps of every kind take it
 def one_thread() -> AbstractContextManager[bool]:
-    """Get the lock of Dynamo, which code that seeds or watches the generators of the process holds.
+    """Return the lock of Dynamo. Code that seeds or watches the generators of the process holds it.
 
-    No collective runs inside of it, because other processes may have their threads wait in another order.
+    Nothing that waits for other ranks or threads may run inside of it: a thread that compiles waits for it.
     """
     from canzona_compile.compat.torch_private import lock_of_dynamo  # late: importing the package loads no torch
 

@@ -1,8 +1,8 @@
 """How leaves of state are stored between steps: in fewer bits, in host memory, or both.
 
-A step works on leaves in their own dtype. Before a micro-group runs, its leaves are opened; afterwards those that it
-wrote are rounded to their storage again. So a run has the bits of the plain optimizer whose state is rounded by
-`rounded` after each step.
+A step works on leaves in their own dtype. A micro-group opens its leaves before it runs, or where its kernels read
+them, and rounds those that it wrote to their storage again. So a run has the bits of the plain optimizer whose state
+is rounded by `rounded` after each step.
 """
 
 from __future__ import annotations

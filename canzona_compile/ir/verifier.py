@@ -250,6 +250,8 @@ def batched(step: Step) -> None:
         for batch in group.batches:
             for name in batch.tasks:
                 check_equal(batch, step.task(name))
+            if batch.lane < 0 or (batch.lane and step.machine.device == "cpu"):
+                raise InvalidStep(f"a batch of {batch.tasks[0]} is in lane {batch.lane}", at=f"group {group.index}")
             if batch.stacked and cuts[batch.placed].stacked is None:
                 raise InvalidStep(
                     f"a batch is stacked, but cut {batch.placed} has no stacked graph",

@@ -91,20 +91,24 @@ class ProgramBuilder:
         return found if self.event is None else self.fetched[self.event.micro_group].get(found, found)
 
     def open_leaf(
-        self, inside: bool, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str
+        self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str, *, inside: bool
     ) -> None:
         """Open a stored leaf: what `leaf` returns from now on is its values.
 
         Args:
-            inside: whether generated kernels open it. They round what has 16 bits, too, but have room for the new
-                values of what has codes, which are made of whole blocks.
+            inside: whether generated kernels open it. Then `leaf` returns what has 16 bits as it is stored, since they
+                round it as well. Of codes it returns room for new values: the next call rounds these block by block.
         """
         stored = self.leaf(placed, group, names, name, where)
         assert self.event is not None
-        codes = placed.stored[name].dtype == "int8"
-        opening = self.call(storage.room if inside else storage.fetch, stored) if codes or not inside else None
-        self.fetched[self.event.micro_group][stored] = opening or self.call(storage.part, stored, 0)
-        if opening is not None and name in placed.template.writes:
+        if not inside:
+            values = self.call(storage.fetch, stored)
+        elif placed.stored[name].dtype == "int8":
+            values = self.call(storage.room, stored)
+        else:
+            values = self.call(storage.part, stored, 0)
+        self.fetched[self.event.micro_group][stored] = values
+        if name in placed.template.writes and values.target is not storage.part:
             self.written_leaves.add(stored)
 
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:

@@ -6,8 +6,9 @@ them. Work for which no kernel can be generated stays in lifted torch graphs, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -24,6 +25,7 @@ from canzona_compile.lowering.builder import ProgramBuilder
 from canzona_compile.lowering.rank_view import GroupView, TaskSegment
 
 Lookup = Callable[[str], fx.Node]
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,12 +35,19 @@ class CutKernels:
     Attributes:
         apply: positions of the results of apply that kernels write. The other results are written early or are 0-d
             counters. torch writes the counters, because all blocks of a kernel may read them.
-        early: maps a kept value to a state leaf of which it is the new value and which apply does not read. Prepare
-            writes the value into that leaf.
+        early: maps a kept value to a state leaf of which it is the new value and whose old value apply does not read.
+            Prepare writes the new value into that leaf.
+        stored: the dtypes of leaves that prepare may open itself, see `opened_by_prepare`.
     """
 
     apply: tuple[int, ...]
     early: dict[str, str]
+    stored: dict[str, str]
+
+    def opens(self, columns: Collection[int]) -> dict[str, str]:
+        """The leaves that prepare opens of fragments with so many columns: codes are made of whole blocks."""
+        whole = not any(n % storage.BLOCK for n in columns)
+        return {name: dtype for name, dtype in self.stored.items() if whole or dtype != "int8"}
 
 
 def kernel_of(placed: Placed) -> CutKernels | str:
@@ -60,7 +69,13 @@ def kernel_of(placed: Placed) -> CutKernels | str:
         expressions(placed.apply, apply, shape)
     except Unsupported as why:
         return str(why)
-    return CutKernels(tuple(apply), early)
+    return CutKernels(tuple(apply), early, opened_by_prepare(placed, early))
+
+
+def opened_by_kernels(placed: Placed, columns: Collection[int]) -> dict[str, str]:
+    """The stored leaves that prepare opens itself where kernels are generated, see `CutKernels.opens`."""
+    kernel = kernel_of(placed) if placed.stored else ""
+    return kernel.opens(columns) if isinstance(kernel, CutKernels) else {}
 
 
 def one_device(placed: Placed) -> None:
@@ -92,6 +107,21 @@ def early_commits(placed: Placed) -> dict[str, str]:
     return found
 
 
+def opened_by_prepare(placed: Placed, early: Mapping[str, str]) -> dict[str, str]:
+    """The stored leaves that prepare may read and write as they are stored, each with the dtype that stores it.
+
+    They are on the device and of float32. Prepare writes their new values, which apply does nothing else with: what is
+    stored is not what apply would read.
+    """
+    dtypes = {leaf.name: leaf.dtype for leaf in placed.leaves}
+    made = outputs(placed.apply)
+    alone = {str(n.target) for n in placeholders(placed.apply) if len(n.users) == 1 and made.count(n) == 1}
+    found = {name: placed.stored[name] for kept, name in early.items() if kept in alone and name in placed.stored}
+    return {
+        name: own.dtype for name, own in found.items() if own.dtype and not own.host and dtypes[name] is torch.float32
+    }
+
+
 class Kernels:
     """Writes the generated kernels of a rank program."""
 
@@ -112,14 +142,10 @@ class Kernels:
             self._made[placed.name] = made if isinstance(made, CutKernels) else None
         return None if segment.empty else self._made[placed.name]
 
-    def opens(self, g: GroupView, segment: TaskSegment, name: str) -> bool:
-        """Whether prepare reads a stored leaf as it is stored: one on the device, of which it writes new values."""
-        kernel, kept = self.of(segment), segment.placed.stored[name]
-        dtypes = [leaf.dtype for leaf in segment.placed.leaves if leaf.name == name]
-        if kernel is None or kept.host or dtypes != [torch.float32] or name not in kernel.early.values():
-            return False
-        columns = {task.layout.boxes[g.at[1]].size[-1] for task in segment.tasks}
-        return kept.dtype != "int8" or not any(n % storage.BLOCK for n in columns)
+    def opens(self, g: GroupView, segment: TaskSegment) -> dict[str, str]:
+        """The stored leaves of a segment that prepare opens itself, each with the dtype that stores it."""
+        kernel = self.of(segment)
+        return kernel.opens({t.layout.boxes[g.at[1]].size[-1] for t in segment.tasks}) if kernel else {}
 
     # -- stages --------------------------------------------------------------------------------------
 
@@ -135,7 +161,9 @@ class Kernels:
         where = f"g{g.group.index}_s{i}"
         packs = segment.near and Phase.GATHER in g.exchanges
         names = [w.name for w in placed.gather] + list(placed.kept)
+        opened = self.opens(g, segment)
         wanted: list[int] = []
+        rounded: list[bool] = []
         targets: list[list[fx.Node]] = []
         for n, node in enumerate(outputs(placed.prepare)):
             is_wire = n < len(placed.gather)
@@ -155,9 +183,14 @@ class Kernels:
             if own:
                 g.wires[i, names[n]] = own[0]
                 wanted.append(n)
+                rounded.append(not is_wire and opened.get(kernel.early.get(names[n], "")) == "bfloat16")
                 targets.append(own)
         if wanted:
-            self._add(segment, "prepare", placed.prepare, wanted, targets, lambda n: self._leaf(segment, n, where))
+            lookup = lambda name: self._leaf(segment, name, where)  # noqa: E731
+            made, reads = self._read(segment, placed.prepare, wanted, lookup, opened)
+            by_leaf = {str(n.target): n.name for n in placeholders(placed.prepare)}
+            made = opening(made, {by_leaf[leaf]: dtype for leaf, dtype in opened.items() if leaf in by_leaf}, rounded)
+            self._add(segment, "prepare", placed.prepare, made, reads, targets, lookup)
         return True
 
     def apply(self, g: GroupView, i: int, segment: TaskSegment, lookup: Lookup) -> bool:
@@ -172,7 +205,8 @@ class Kernels:
         where = f"g{g.group.index}_s{i}"
         if kernel.apply:
             targets = [[self._leaf(segment, placed.fragment_writes[n], where)] for n in kernel.apply]
-            self._add(segment, "apply", placed.apply, kernel.apply, targets, lookup)
+            made, reads = self._read(segment, placed.apply, kernel.apply, lookup)
+            self._add(segment, "apply", placed.apply, made, reads, targets, lookup)
         return True
 
     def counters(self, segment: TaskSegment, lookup: Lookup) -> None:
@@ -221,34 +255,43 @@ class Kernels:
 
     # -- operands ------------------------------------------------------------------------------------
 
+    def _read(
+        self,
+        segment: TaskSegment,
+        graph: fx.Graph,
+        wanted: Sequence[int],
+        lookup: Lookup,
+        opened: Mapping[str, str] = NOTHING,
+    ) -> tuple[Expressions, list[fx.Node]]:
+        """Some results of a graph, and the lists of tensors that they load: of codes, those and their scales."""
+        made, placed = expressions(graph, wanted, segment.placed.template.shape), segment.placed
+        leaves = {n.name: str(n.target) for n in placeholders(graph)}
+        lists: list[fx.Node] = []
+        for leaf in (leaves[load.name] for load in made.loads):
+            own = lookup(leaf)
+            if opened.get(leaf) == "int8":  # room for new values is open
+                lists += [self.program.call(storage.part, own.args[0], i) for i in range(2)]
+            elif leaf in placed.template.numbers:
+                lists.append(self.program.call(program_ops.repeated, own, len(segment.tasks)))
+            else:
+                lists.append(own)
+        return made, lists
+
     def _add(
         self,
         segment: TaskSegment,
         stage: str,
         graph: fx.Graph,
-        wanted: Sequence[int],
+        made: Expressions,
+        reads: Sequence[fx.Node],
         targets: Sequence[Sequence[fx.Node]],
         lookup: Lookup,
     ) -> None:
         placed = segment.placed
-        by_name = {n.name: n for n in graph.nodes}
-        made = expressions(graph, wanted, placed.template.shape)
-        found = {load.name: lookup(str(by_name[load.name].target)) for load in made.loads}
-        codes = {name: node.args[0] for name, node in found.items() if node.target is storage.room}
-        halves = [name for name, node in found.items() if node.target is storage.part]
-        made = opening(made, codes, halves, [own[0].target is storage.part for own in targets])
         dtypes = tuple((dtype,) * len(own) for (_, dtype), own in zip(made.results, targets, strict=True))
         program = PointwiseProgram(f"{placed.name}_{stage}", made, dtypes)
-
-        def operands(name: str) -> list[fx.Node]:
-            if name in codes:
-                return [self.program.call(storage.part, codes[name], i) for i in range(2)]
-            single = str(by_name[name].target) in placed.template.numbers
-            return [self.program.call(program_ops.repeated, found[name], len(segment.tasks)) if single else found[name]]
-
-        lists = [node for name in found for node in operands(name)]
-        lists += [node for own in targets for node in own]
-        self._parts.append((program, tuple(lists), self._numbers(placed, stage, graph, made, lookup)))
+        lists = (*reads, *(node for own in targets for node in own))
+        self._parts.append((program, lists, self._numbers(placed, stage, graph, made, lookup)))
 
     def _numbers(
         self, placed: Placed, stage: str, graph: fx.Graph, made: Expressions, lookup: Lookup

@@ -36,7 +36,7 @@ def stream_of_lane(number: int) -> str:
 
 def computes(stream: str) -> bool:
     """Whether owners compute on a stream."""
-    return stream.startswith(COMPUTE)
+    return stream.split()[0] == COMPUTE
 
 
 # These calls index lists or make views on the host. They give a stream nothing to do.
@@ -111,7 +111,7 @@ def order_streams(
         written: for some calls, the arguments that the call writes. Such a call only reads its other arguments.
     """
     calls = [n for n in graph.nodes if n in streams]
-    names = tuple(dict.fromkeys(streams[n] for n in calls if streams[n] != CALLER))
+    names = tuple(dict.fromkeys(streams[n] for n in calls if streams[n] != CALLER and n.target not in LOOKS))
     if len(names) < 2:
         return
     begin = sum(streams[n] == CALLER for n in calls)

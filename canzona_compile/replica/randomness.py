@@ -77,7 +77,7 @@ class MatrixGenerators:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Let default generators go on from these states inside this context, and from their own after it."""
-        with one_thread(), torch.random.fork_rng(devices=devices_of(self.device)):
+        with torch.random.fork_rng(devices=devices_of(self.device)):
             torch.set_rng_state(self.states[0])
             if len(self.states) > 1:
                 torch.cuda.set_rng_state(self.states[1], self.device)

@@ -75,8 +75,9 @@ def turns(program: Program) -> Iterator[tuple[fx.Node, list[tuple[str, int, str]
             recorded[node.args[1]] = lane
             continue
         if node.target is program_ops.wait:
-            together = computes(lane) and computes(recorded[node.args[1]])
-            wanted = (Act.COMPUTE if together else WAIT, following[node][1])
+            own = recorded[node.args[1]]
+            beside = lane == COMPUTE != own and computes(own)
+            wanted = (str(Act.COMPUTE) if beside else WAIT, following[node][1])
         elif node.name in program.events and node.target not in LOOKS:
             wanted = following[node]
         else:  # it does nothing on a device, or ends what goes on

@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from canzona_compile.analysis.lanes import lanes_of
+from canzona_compile.analysis.lanes import batch_times, saved
 from canzona_compile.analysis.roofline import GraphTime, PlacedTime
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import is_operator
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Batch, Leaf, MicroGroup, Phase, Step, Task, Wire
+from canzona_compile.ir.step import Batch, Leaf, MicroGroup, Phase, Placed, Step, Task, Wire
 from canzona_compile.lowering.batch_graph import LoopOver, product
+from canzona_compile.lowering.elementwise_kernels import opened_by_kernels
 from canzona_compile.machine.hardware import Hardware
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -100,11 +101,14 @@ def traffic(
         made.apply += share * (time.apply.seconds + 2 * time.kept / hardware.bandwidth)
         up, down = boxes.bytes(task, cut.gather), boxes.bytes(task, cut.scatter)
         owner = task.owner
+        inside = boxes.opened(task, cut) if hardware.device != "cpu" else {}
         for leaf in opened.get(cut.name, ()):
+            if inside.get(leaf.name) == "bfloat16":
+                continue
             seconds = opening(leaf, hardware)
             at: Any = (slice(None) if owner is None else owner) if leaf.name in cut.resident else slice(None)
             part = 1.0 if leaf.name in cut.resident else share
-            made.fetch[at] += part * seconds
+            made.fetch[at] += part * seconds * (leaf.name not in inside)
             made.store[at] += part * seconds * (leaf.name in cut.template.writes)
         if owner is None and grid.shards > 1 and time.turned:  # the rank copies strided parts before it uses them
             made.apply += share * (time.turned + 2 * time.scattered / hardware.bandwidth)
@@ -157,6 +161,7 @@ class Boxes:
     def __init__(self) -> None:
         self._shares: dict[object, Floats] = {}
         self._bytes: dict[object, Floats] = {}
+        self._opened: dict[object, dict[str, str]] = {}
 
     def share(self, task: Task) -> Floats:
         """Return the share of the matrix's elements that each shard holds."""
@@ -165,6 +170,13 @@ class Boxes:
             whole = max(1, math.prod(task.shape))
             self._shares[key] = np.array([box.numel / whole for box in task.layout.boxes])
         return self._shares[key]
+
+    def opened(self, task: Task, cut: Placed) -> dict[str, str]:
+        """Return the stored leaves of a task that generated kernels open."""
+        key = (id(task.layout.boxes), cut.name)
+        if key not in self._opened:
+            self._opened[key] = opened_by_kernels(cut, {box.size[-1] for box in task.layout.boxes if box.numel})
+        return self._opened[key]
 
     def bytes(self, task: Task, wires: tuple[Wire, ...]) -> Floats:
         """Return the bytes of the wires that each shard holds."""
@@ -206,7 +218,9 @@ class Launches:
         """Return the seconds that batches of one owner take less because they compute side by side."""
         if not any(batch.lane for batch in batches):
             return 0.0
-        return lanes_of(batches, {b.placed: self.times[b.placed].compute for b in batches}, self.hardware).saved
+        compute = {b.placed: self.times[b.placed].compute for b in batches}
+        times = batch_times(batches, compute, self.hardware)
+        return max(0.0, saved(times, [b.lane for b in batches], self.hardware))
 
     def compute(self, task: Task) -> float:
         """Return the seconds of launches for a task on its owner, unpacking and packing included."""

@@ -41,8 +41,8 @@ def muon_prepare(state: str = "") -> PointwiseProgram:
     average = b.call("average", aten.lerp.Scalar, b["momentum_buffer"], b["grad"], weight)
     ahead = b.call("ahead", aten.lerp.Scalar, b["grad"], average, b["momentum"])
     graph = b.returns(b.call("low", aten._to_copy.default, ahead, dtype=torch.bfloat16), average)
-    codes, halves = [["momentum_buffer"] if state == own else [] for own in ("int8", "bfloat16")]
-    made = opening(expressions(graph, [0, 1], SHAPE), codes, halves, [False, state == "bfloat16"])
+    stored = {"momentum_buffer": state} if state else {}
+    made = opening(expressions(graph, [0, 1], SHAPE), stored, [False, state == "bfloat16"])
     return PointwiseProgram("prepare", made, tuple((dtype,) for _, dtype in made.results))
 
 

@@ -178,13 +178,14 @@ def test_codes_in_host_memory(case: Case, seeds: range) -> None:
         assert "recorded" in results[0].how[-1]
 
 
-@pytest.mark.parametrize("case", first([Case("plain", ()), *CASES]), ids=str)
-@pytest.mark.parametrize(("state", "seeds"), [("int8", range(2)), ("bfloat16", range(2)), full("int8", range(2, 27))])
-def test_kernels_open_stored_state(case: Case, state: str, seeds: range) -> None:
+@pytest.mark.parametrize("case", first([Case("plain", ()), *CASES[:1], *CASES[2:]]), ids=str)
+@pytest.mark.parametrize(("name", "state"), [("blocks", "int8"), ("several leaves", "int8"), ("blocks", "bfloat16")])
+@pytest.mark.parametrize("seeds", [range(1), *also([range(1, 26)])], ids=str)
+def test_kernels_open_stored_state(case: Case, name: str, state: str, seeds: range) -> None:
     """What is on the device is opened inside of prepare, where it is made of whole blocks: with the bits, also of what
     is stored, that calls of torch give."""
-    options = {"state": state, "micro_groups": 2, "strategy": "owner"}
-    script = Script("blocks", case, steps=7, edits={5: rate(0.02)}, options=options, kernels=True)
+    options = {"state": {"*": state}, "micro_groups": 2, "strategy": "owner"}
+    script = Script(name, case, steps=7, edits={5: rate(0.02)}, options=options, kernels=True)
     plain = plain_training(script)
     expected = run_script(replace(script, kernels=False), None, plain)
     assert all(result.distance <= ROUNDING["muon"] for result in expected)
@@ -225,10 +226,12 @@ def test_measured_steps_in_lanes(seed: int) -> None:
     for taken in results[0].measured:
         computing = [s for s in taken.spans if s.act == "compute"]
         assert {s.lane for s in computing} == {"compute", "compute 1", "compute 2"}
+        assert {s.group for s in computing} == {0}
         each = [s.end - s.start for s in computing]
         assert max(each) <= taken.by_act()["compute"] < sum(each)
-        assert taken.exposed == 0
-        assert not [s for s in taken.spans if s.act == "wait stream" and s.lane == "compute"]
+        waits = [s for s in taken.spans if s.act == "wait stream" and s.lane == "compute"]
+        first = min(s.start for s in computing)
+        assert all(s.end <= first or s.group == -1 for s in waits)  # for what came before the program, and at its end
 
 
 @pytest.mark.parametrize("seed", [0, *also([1, 2])])

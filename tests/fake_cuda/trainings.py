@@ -39,9 +39,38 @@ from tests.harness.pairs import different, params_of
 SHAPES = ((12, 8), (8, 12), (12, 8), (7, 5), (12, 8))
 STACKS = ((3, 12, 8), (2, 8, 12), (3, 12, 8), (2, 7, 5), (3, 12, 8))
 BLOCKS = ((12, 128), (8, 256), (12, 128), (7, 130), (4, 128))  # all but one have whole blocks of codes
-SHAPES_OF = {"stacks": STACKS, "blocks": BLOCKS}  # by the name of a script; others have SHAPES
+SHAPES_OF = {
+    "stacks": STACKS,
+    "blocks": BLOCKS,
+    "several leaves": BLOCKS,
+}  # by the name of a script; others have SHAPES
 EVERY = 3
+
+
+class SeveralLeaves(Optimizer):
+    """Of which prepare may open two, and not those that apply reads, or that are written twice."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            for leaf in ("m", "m_codes", "read", "one", "two"):
+                state.setdefault(leaf, torch.zeros_like(param))
+            for leaf, weight in (("m", 0.1), ("m_codes", 0.2), ("read", 0.3), ("one", 0.4)):
+                state[leaf].lerp_(param.grad, weight)
+            state["two"].copy_(state["one"])
+            sent = (state["m"] - state["m_codes"] + state["one"]).bfloat16()
+            param.add_(sent @ sent.T @ sent, alpha=-self.param_groups[0]["lr"] / 64)
+            param.add_(state["read"], alpha=-0.01)
+
+
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "several leaves": SeveralLeaves,
     **dict.fromkeys(("muon", "blocks"), lambda params: Muon(params, lr=0.05, momentum=0.9, weight_decay=0.1)),
     "stacks": lambda params: StackedMuon(params, lr=0.05, momentum=0.9, weight_decay=0.1),
     "soap": lambda params: SOAP(params, lr=0.01, every=EVERY),

@@ -271,6 +271,7 @@ BATCHED: list[Case] = [
         "returns 3 values, not 2",
         "stacked compute of cut toy",
     ),
+    ("no lane", batch(lane=-1), "a batch of a is in lane -1", "group 0"),
     ("not stackable", batch(stacked=True), "cut toy has no stacked graph", "group 0"),
 ]
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from canzona_compile.ir.storage import rules_of
-from tests.lowering.emitted_steps import emitted
+from canzona_compile.machine.hardware import hardware_of
+from canzona_compile.simulation.simulate import simulate
+from tests.lowering.emitted_steps import CUDA, emitted
 from tests.lowering.traffic import Traffic, traffic
 
 pytest.importorskip("triton")
@@ -52,6 +54,17 @@ def test_bytes_of_stored_state(state: str, width: int, moved: dict[str, float]) 
     assert found.keys() == moved.keys()
     for name, own in found.items():
         assert own.moved / (4 * 64 * width) == pytest.approx(moved[name], abs=0.02)
+
+
+def test_plans_know_what_kernels_open() -> None:
+    """State that is rounded as it is written takes no time and no memory of its own."""
+    rules = {"": None, "bfloat16": rules_of("bfloat16"), "int8": rules_of("int8")}
+    shapes = ((512, 128), (256, 384))
+    found = {name: emitted("muon", (1, 1), matrices=24, shapes=shapes, state=own) for name, own in rules.items()}
+    assert found[""].micro_groups == found["bfloat16"].micro_groups
+    seconds = {name: dict(simulate(step, hardware_of(CUDA)).acts) for name, step in found.items()}
+    assert [seconds[name].get("fetch", 0.0) for name in found] == [0.0] * 3
+    assert (seconds["bfloat16"]["store"], seconds["int8"]["store"] > 0) == (0.0, True)
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1)], ids=str)
