@@ -32,7 +32,7 @@ from tests.fake_cuda.on_device import look, on_stand_in
 from tests.fake_cuda.rank_programs import ProgramRun, RankTensors, emitted_on, falling, run_programs, same, steady
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.tensors import plainly, programs_run_here
-from tests.harness.marks import crossed, first
+from tests.harness.marks import also, crossed, first
 
 SEEDS = range(50)
 Mistake = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -349,7 +349,7 @@ def on_two_streams(seed: int | None, count: int = 6) -> list[dict[tuple[str, str
         return run(work)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [True, *also([False])])
 def test_recorded_programs_on_two_streams(waits: bool) -> None:
     """They share memory, so one waits for the other."""
     right = on_two_streams(None)

@@ -136,7 +136,8 @@ def test_a_program_for_the_cpu_has_no_streams() -> None:
 
 
 def test_a_rank_alone_needs_no_streams() -> None:
-    assert not {"on_stream", "record", "wait", "keep"} & set(calls(emitted("muon", (1, 1))))
+    for state in (None, rules_of({"momentum_buffer": "bfloat16"})):  # which prepare opens and rounds
+        assert not {"on_stream", "record", "wait", "keep"} & set(calls(emitted("muon", (1, 1), state=state)))
 
 
 def test_batches_that_leave_processors_idle_compute_in_lanes() -> None:

@@ -203,7 +203,7 @@ def any_options(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", first([Case("fsdp", (2,)), Case("hsdp", (2, 2)), Case("tp_columns", (3,))]), ids=str)
-@pytest.mark.parametrize("make", [muon, soap])
+@pytest.mark.parametrize("make", first([muon, soap]))
 def test_bits_do_not_depend_on_the_plan(make: Make, case: Case) -> None:
     every = [any_options(seed) for seed in range(8)]
     expected = plain_steps(make)
@@ -223,7 +223,7 @@ def both_ways(make: Make, case: Case) -> tuple[bool, list[Tensor]]:
 
 
 @pytest.mark.parametrize("case", first([Case("hsdp", (2, 2)), Case("tp_columns", (3,))]), ids=str)
-@pytest.mark.parametrize("make", [muon, soap])
+@pytest.mark.parametrize("make", first([muon, soap]))
 def test_bits_do_not_depend_on_how_ranks_exchange(make: Make, case: Case) -> None:
     expected = plain_steps(make)
     for both, weights in run(case.world, both_ways, make, case, fresh=True, after=partial(plain_steps, make)):
