@@ -181,10 +181,11 @@ class Kernels:
             else:
                 own = [self._prepared(g, i, names[n], node)]
             if own:
-                g.wires[i, names[n]] = own[0]
                 wanted.append(n)
                 rounded.append(not is_wire and opened.get(kernel.early.get(names[n], "")) == "bfloat16")
                 targets.append(own)
+                if not rounded[-1]:  # else a wire of the same name, which the owner reads, is not what is stored
+                    g.wires[i, names[n]] = own[0]
         if wanted:
             lookup = lambda name: self._leaf(segment, name, where)  # noqa: E731
             made, reads = self._read(segment, placed.prepare, wanted, lookup, opened)

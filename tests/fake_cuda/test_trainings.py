@@ -23,7 +23,7 @@ from tests.fake_cuda.rank_programs import torch_alone
 from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.trainings import SHAPES, RankResult, Script, plain_training, run_script, wrong
 from tests.harness.layouts import Case
-from tests.harness.marks import also, first, full
+from tests.harness.marks import also, first, full, only
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import different, feed, left_after, parameters
 from tests.lowering.emitted_steps import ENDLESS
@@ -101,6 +101,7 @@ def test_bits_of_the_plain_optimizer(name: str, case: Case, script: str, seeds: 
             assert "recorded once" in results[0].how[-1] or (right.script.moving(0, 1) and not by_kernels)
 
 
+NAMES = ["blocks", "several leaves", "sent as it is"]
 STACKED = [Case("stack_dim1", (2,)), Case("stack_dim0", (2,)), Case("stack_dims", (2, 2))]
 
 
@@ -179,7 +180,10 @@ def test_codes_in_host_memory(case: Case, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("case", first([Case("plain", ()), *CASES[:1], *CASES[2:]]), ids=str)
-@pytest.mark.parametrize(("name", "state"), [("blocks", "int8"), ("several leaves", "int8"), ("blocks", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "state"),
+    only([("blocks", "int8"), ("several leaves", "int8"), ("sent as it is", "bfloat16")], NAMES, ["int8", "bfloat16"]),
+)
 @pytest.mark.parametrize("seeds", [range(1), *also([range(1, 26)])], ids=str)
 def test_kernels_open_stored_state(case: Case, name: str, state: str, seeds: range) -> None:
     """What is on the device is opened inside of prepare, where it is made of whole blocks: with the bits, also of what

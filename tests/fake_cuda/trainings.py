@@ -42,13 +42,14 @@ BLOCKS = ((12, 128), (8, 256), (12, 128), (7, 130), (4, 128))  # all but one hav
 SHAPES_OF = {
     "stacks": STACKS,
     "blocks": BLOCKS,
-    "several leaves": BLOCKS,
+    "several leaves": BLOCKS[:2],
+    "sent as it is": BLOCKS[:2],
 }  # by the name of a script; others have SHAPES
 EVERY = 3
 
 
 class SeveralLeaves(Optimizer):
-    """Of which prepare may open two, and not those that apply reads, or that are written twice."""
+    """Of its leaves prepare may open two: not `read`, which apply reads, nor `one` and `two`, which get one value."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -69,7 +70,23 @@ class SeveralLeaves(Optimizer):
             param.add_(state["read"], alpha=-0.01)
 
 
+class SentAsItIs(Optimizer):
+    """The owner reads the new momentum in float32."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                momentum = self.state[param].setdefault("m", torch.zeros_like(param))
+                momentum.lerp_(param.grad, 0.1)
+                param.add_(momentum @ (momentum.T @ momentum), alpha=-self.param_groups[0]["lr"] / 64)
+
+
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sent as it is": SentAsItIs,
     "several leaves": SeveralLeaves,
     **dict.fromkeys(("muon", "blocks"), lambda params: Muon(params, lr=0.05, momentum=0.9, weight_decay=0.1)),
     "stacks": lambda params: StackedMuon(params, lr=0.05, momentum=0.9, weight_decay=0.1),
