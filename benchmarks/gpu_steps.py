@@ -122,7 +122,7 @@ class Steps:
                 params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
                 for param, gradient in zip(params, gradients, strict=True):
                     param.grad = gradient
-                optimizer = self._made(variant, params)
+                optimizer = self._made(variant, params, optimizers)
                 for _ in range(4):  # programs are recorded on the third step with the same addresses
                     optimizer.step()
                 optimizers[variant] = optimizer
@@ -159,7 +159,7 @@ class Steps:
                     record["launches"][own] = self._trace(optimizers[own], f"trace-{name}-{own}")
         return record
 
-    def _made(self, variant: str, params: list[Any]) -> Any:
+    def _made(self, variant: str, params: list[Any], others: dict[str, Any]) -> Any:
         if variant == "compiled":
             return CompiledMuon(params, self.extent.compiler)
         muon = Muon(params, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
@@ -167,7 +167,8 @@ class Steps:
             muon.step = torch.compile(muon.step, dynamic=False, backend=self.extent.compiler)  # type: ignore[method-assign]
             return muon
         if variant == IN_TURN:
-            return canzona_compile.wrap(muon, depth=1)
+            groups = len(others["exact"].canzona.step.micro_groups)
+            return canzona_compile.wrap(muon, depth=1, micro_groups=groups)
         return muon if variant == "plain" else canzona_compile.wrap(muon, numerics=variant)  # type: ignore[arg-type]
 
     def _check(self, name: str, optimizers: dict[str, Any]) -> None:

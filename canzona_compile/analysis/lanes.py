@@ -14,10 +14,10 @@ from canzona_compile.analysis.roofline import GraphTime
 from canzona_compile.ir.step import Batch
 from canzona_compile.machine.hardware import Hardware
 
-MOST = 4  # lanes
-SAVED = 0.05  # the share of the time that lanes have to save
+MOST_LANES = 4  # the stream of owners' work, and three more
+WORTH = 0.05  # the share of the time that lanes have to save
 FILLS = 1 << 60  # matrices of a stack that leaves no processor of any GPU idle
-EVENTS = 3  # launches that a further lane costs: it waits, is launched by itself, and is waited for
+LAUNCHES = 3  # what a further lane costs: it waits, is launched by itself, and is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ def saved(times: Sequence[BatchTime], numbers: Sequence[int], hardware: Hardware
     ends = [0.0] * (1 + max(numbers, default=0))
     for time, number in zip(times, numbers, strict=True):
         ends[number] += time.alone
-    together = max(*ends, sum(time.full for time in times), 0.0) + EVENTS * hardware.launch * (len(ends) - 1)
+    together = max(*ends, sum(time.full for time in times), 0.0) + LAUNCHES * hardware.launch * (len(ends) - 1)
     return sum(time.alone for time in times) - together
 
 
 def divided(times: Sequence[BatchTime], hardware: Hardware) -> Lanes:
     """Divide batches among lanes, the longest first, each to the lane that ends first."""
-    ends, numbers = [0.0] * min(MOST, len(times)), [0] * len(times)
+    ends, numbers = [0.0] * min(MOST_LANES, len(times)), [0] * len(times)
     for i in sorted(range(len(times)), key=lambda i: -times[i].alone):
         numbers[i] = ends.index(min(ends))
         ends[numbers[i]] += times[i].alone
     gained = saved(times, numbers, hardware)
-    worth = gained > SAVED * sum(time.alone for time in times)
+    worth = gained > WORTH * sum(time.alone for time in times)
     return Lanes(tuple(numbers), gained) if worth else Lanes((0,) * len(times), 0.0)
 
 

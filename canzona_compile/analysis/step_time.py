@@ -200,14 +200,14 @@ def seconds_beside(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], 
     launches, products = defaultdict[object, float](float), defaultdict[object, float](float)
     counts = Counter((task.owner, task.placed, task.param_group) for task in tasks)
     uneven = {(cut, n): shared[cut].uneven(n, rates) for cut, n in {(cut, n) for (_, cut, _), n in counts.items()}}
-    batches = defaultdict[object, list[BatchTime]](list)
+    batches, hardware = defaultdict[object, list[BatchTime]](list), next(iter(shared.values())).hardware
     for (owner, cut, _), count in counts.items():
         launches[owner] += shared[cut].matrices
         products[owner] += uneven[cut, count]
         if shared[cut].aside:
-            batches[owner].append(batch_time(shared[cut].compute, count, shared[cut].stacks, shared[cut].hardware))
+            batches[owner].append(batch_time(shared[cut].compute, count, shared[cut].stacks, hardware))
     for one, times in batches.items():
-        products[one] -= divided(times, next(iter(shared.values())).hardware).saved
+        products[one] -= divided(times, hardware).saved
     fragments = sum(shared[cut].fragments for cut, _ in {(cut, group) for _, cut, group in counts})
     return fragments + sum(busiest({None: 0.0, **by_owner}) for by_owner in (launches, products))
 

@@ -335,7 +335,8 @@ class Batch:
     """Equal tasks of one owner that are computed together. If the owner is None, every rank computes them.
 
     Attributes:
-        lane: on a GPU, batches of a micro-group in other lanes run beside this one.
+        lane: on a GPU, the stream on which it computes: 0 is that of owners' work. Batches of one lane compute one
+            after the other, those of a micro-group in other lanes beside it.
     """
 
     placed: str

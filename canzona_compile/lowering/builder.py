@@ -96,8 +96,9 @@ class ProgramBuilder:
         """Open a stored leaf: what `leaf` returns from now on is its values.
 
         Args:
-            inside: whether generated kernels open it. Then `leaf` returns what has 16 bits as it is stored, since they
-                round it as well. Of codes it returns room for new values: the next call rounds these block by block.
+            inside: whether prepare's kernel opens it. For bfloat16, `leaf` then returns the stored tensors, which that
+                kernel reads and writes. For int8 it returns empty tensors for the new values, and `store` rounds these.
+                Nothing else in the micro-group may read the leaf.
         """
         stored = self.leaf(placed, group, names, name, where)
         assert self.event is not None

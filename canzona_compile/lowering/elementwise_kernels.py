@@ -37,17 +37,17 @@ class CutKernels:
             counters. torch writes the counters, because all blocks of a kernel may read them.
         early: maps a kept value to a state leaf of which it is the new value and whose old value apply does not read.
             Prepare writes the new value into that leaf.
-        stored: the dtypes of leaves that prepare may open itself, see `opened_by_prepare`.
+        openable: the dtypes that store the leaves that prepare may open itself, see `opened_by_prepare`.
     """
 
     apply: tuple[int, ...]
     early: dict[str, str]
-    stored: dict[str, str]
+    openable: dict[str, str]
 
     def opens(self, columns: Collection[int]) -> dict[str, str]:
         """The leaves that prepare opens of fragments with so many columns: codes are made of whole blocks."""
         whole = not any(n % storage.BLOCK for n in columns)
-        return {name: dtype for name, dtype in self.stored.items() if whole or dtype != "int8"}
+        return {name: dtype for name, dtype in self.openable.items() if whole or dtype != "int8"}
 
 
 def kernel_of(placed: Placed) -> CutKernels | str:
@@ -110,8 +110,8 @@ def early_commits(placed: Placed) -> dict[str, str]:
 def opened_by_prepare(placed: Placed, early: Mapping[str, str]) -> dict[str, str]:
     """The stored leaves that prepare may read and write as they are stored, each with the dtype that stores it.
 
-    They are on the device and of float32. Prepare writes their new values, which apply does nothing else with: what is
-    stored is not what apply would read.
+    They are on the device and of float32. Prepare writes their new values, and apply does nothing else with these: what
+    is stored is not what it would read. Owners read wires, which have memory of their own.
     """
     dtypes = {leaf.name: leaf.dtype for leaf in placed.leaves}
     made = outputs(placed.apply)
@@ -270,7 +270,7 @@ class Kernels:
         lists: list[fx.Node] = []
         for leaf in (leaves[load.name] for load in made.loads):
             own = lookup(leaf)
-            if opened.get(leaf) == "int8":  # room for new values is open
+            if opened.get(leaf) == "int8":  # `own` is `storage.room(stored)`: this loads what `stored` holds
                 lists += [self.program.call(storage.part, own.args[0], i) for i in range(2)]
             elif leaf in placed.template.numbers:
                 lists.append(self.program.call(program_ops.repeated, own, len(segment.tasks)))

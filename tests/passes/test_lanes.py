@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_compile.analysis.lanes import MOST, SAVED, BatchTime, Lanes, batch_time, divided
+from canzona_compile.analysis.lanes import MOST_LANES, WORTH, BatchTime, Lanes, batch_time, divided
 from canzona_compile.analysis.roofline import GraphTime
 from canzona_compile.machine.hardware import hardware_of
 from tests.passes.test_stack_prices import CPU, CUDA, product
@@ -27,8 +27,8 @@ def test_lanes_save_what_they_cost_or_are_not_taken(batches: list[BatchTime]) ->
         return
     lanes = set(found.numbers)
     ends = [sum(t.alone for t, n in zip(batches, found.numbers, strict=True) if n == lane) for lane in lanes]
-    assert lanes == set(range(min(MOST, len(batches))))
-    assert SAVED * alone < found.saved <= alone - max(*ends, full)
+    assert lanes == set(range(min(MOST_LANES, len(batches))))
+    assert WORTH * alone < found.saved <= alone - max(*ends, full)
     assert found.numbers[max(range(len(batches)), key=lambda i: batches[i].alone)] == 0
 
 
