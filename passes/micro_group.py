@@ -87,12 +87,13 @@ class FormMicroGroups:
         capacity = dict(self.agreed).get(grid.members(), self.capacity)
         limits = [max(math.ceil(total / count), largest) for count in counts]
         plans = [pack(order, placed, limit, capacity) for limit in limits for order in orders]
-        opened = any(whole_while_open(placed[name]) for name in {t.placed for t in tasks})
-        if grid.size == 1 and step.machine.device != "cpu" and not opened:
+        cuts = {t.placed for t in tasks}
+        alone = grid.size == 1 and step.machine.device != "cpu"
+        if alone and not any(whole_while_open(placed[name]) for name in cuts):
             fewest = min(map(stacks_of, plans))
             plans = [plan for plan in plans if stacks_of(plan) == fewest]
         rates, machine = rates_of(step.machine, grid.members()), step.machine
-        computed = {n: with_own_products(placed[n], machine) for n in {t.placed for t in tasks}}
+        computed = {n: with_own_products(placed[n], machine) for n in cuts}
         shared = {
             n: shared_launches(cut, machine, stacks(cut, machine, self.exact), aside=self.depth > 1)
             for n, cut in computed.items()

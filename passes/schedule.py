@@ -61,7 +61,7 @@ def in_lanes(step: Step) -> tuple[MicroGroup, ...]:
         found: list[Batch] = []
         for _, own in groupby(group.batches, key=lambda batch: batch.owner):
             batches = tuple(own)
-            lanes = divided(batch_times(batches, compute, hardware), hardware).numbers
+            lanes = divided(batch_times(batches, compute, hardware), hardware)
             found += [replace(batch, lane=lane) for batch, lane in zip(batches, lanes, strict=True)]
         return replace(group, batches=tuple(found))
 

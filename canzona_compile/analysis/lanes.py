@@ -33,19 +33,6 @@ class BatchTime:
     full: float
 
 
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """Batches in lanes.
-
-    Attributes:
-        numbers: the lane of each batch; all 0 if one lane is as good.
-        saved: seconds that they take less than one after the other.
-    """
-
-    numbers: tuple[int, ...]
-    saved: float
-
-
 def batch_time(compute: GraphTime, count: int, stacked: bool, hardware: Hardware) -> BatchTime:
     """The time of a batch of `count` tasks."""
     alone = count * (compute.seconds - (compute.saves(count, hardware) if stacked else 0.0))
@@ -57,19 +44,20 @@ def saved(times: Sequence[BatchTime], numbers: Sequence[int], hardware: Hardware
     ends = [0.0] * (1 + max(numbers, default=0))
     for time, number in zip(times, numbers, strict=True):
         ends[number] += time.alone
-    together = max(*ends, sum(time.full for time in times), 0.0) + LAUNCHES * hardware.launch * (len(ends) - 1)
+    if len(ends) == 1:
+        return 0.0
+    together = max(*ends, sum(time.full for time in times)) + LAUNCHES * hardware.launch * (len(ends) - 1)
     return sum(time.alone for time in times) - together
 
 
-def divided(times: Sequence[BatchTime], hardware: Hardware) -> Lanes:
-    """Divide batches among lanes, the longest first, each to the lane that ends first."""
+def divided(times: Sequence[BatchTime], hardware: Hardware) -> list[int]:
+    """The lane of each batch, the longest first, each in the lane that ends first; all 0 if one lane is as good."""
     ends, numbers = [0.0] * min(MOST_LANES, len(times)), [0] * len(times)
     for i in sorted(range(len(times)), key=lambda i: -times[i].alone):
         numbers[i] = ends.index(min(ends))
         ends[numbers[i]] += times[i].alone
-    gained = saved(times, numbers, hardware)
-    worth = gained > WORTH * sum(time.alone for time in times)
-    return Lanes(tuple(numbers), gained) if worth else Lanes((0,) * len(times), 0.0)
+    worth = saved(times, numbers, hardware) > WORTH * sum(time.alone for time in times)
+    return numbers if worth else [0] * len(times)
 
 
 def batch_times(batches: Sequence[Batch], compute: Mapping[str, GraphTime], hardware: Hardware) -> list[BatchTime]:

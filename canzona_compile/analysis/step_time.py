@@ -17,7 +17,7 @@ from functools import cache
 from typing import TypeVar
 
 from canzona_compile.analysis.flops import bytes_of_wires
-from canzona_compile.analysis.lanes import BatchTime, batch_time, divided
+from canzona_compile.analysis.lanes import BatchTime, batch_time, divided, saved
 from canzona_compile.analysis.roofline import TYPICAL, GraphTime, graph_time
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Placed, Task
@@ -199,15 +199,18 @@ def seconds_beside(tasks: Sequence[Task], shared: Mapping[str, SharedLaunches], 
     """Seconds that tasks of one micro-group take beside their FLOPs: of launches, and of products that take more."""
     launches, products = defaultdict[object, float](float), defaultdict[object, float](float)
     counts = Counter((task.owner, task.placed, task.param_group) for task in tasks)
-    uneven = {(cut, n): shared[cut].uneven(n, rates) for cut, n in {(cut, n) for (_, cut, _), n in counts.items()}}
-    batches, hardware = defaultdict[object, list[BatchTime]](list), next(iter(shared.values())).hardware
+    alike = {(cut, n) for (_, cut, _), n in counts.items()}
+    uneven = {(cut, n): shared[cut].uneven(n, rates) for cut, n in alike}
+    hardware = next(iter(shared.values())).hardware
+    alone = {(cut, n): batch_time(shared[cut].compute, n, shared[cut].stacks, hardware) for cut, n in alike}
+    batches = defaultdict[object, list[BatchTime]](list)
     for (owner, cut, _), count in counts.items():
         launches[owner] += shared[cut].matrices
         products[owner] += uneven[cut, count]
         if shared[cut].aside:
-            batches[owner].append(batch_time(shared[cut].compute, count, shared[cut].stacks, hardware))
+            batches[owner].append(alone[cut, count])
     for one, times in batches.items():
-        products[one] -= divided(times, hardware).saved
+        products[one] -= saved(times, divided(times, hardware), hardware)
     fragments = sum(shared[cut].fragments for cut, _ in {(cut, group) for _, cut, group in counts})
     return fragments + sum(busiest({None: 0.0, **by_owner}) for by_owner in (launches, products))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -25,7 +24,6 @@ from canzona_compile.lowering.builder import ProgramBuilder
 from canzona_compile.lowering.rank_view import GroupView, TaskSegment
 
 Lookup = Callable[[str], fx.Node]
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -206,7 +204,7 @@ class Kernels:
         where = f"g{g.group.index}_s{i}"
         if kernel.apply:
             targets = [[self._leaf(segment, placed.fragment_writes[n], where)] for n in kernel.apply]
-            made, reads = self._read(segment, placed.apply, kernel.apply, lookup)
+            made, reads = self._read(segment, placed.apply, kernel.apply, lookup, {})
             self._add(segment, "apply", placed.apply, made, reads, targets, lookup)
         return True
 
@@ -262,7 +260,7 @@ class Kernels:
         graph: fx.Graph,
         wanted: Sequence[int],
         lookup: Lookup,
-        opened: Mapping[str, str] = NOTHING,
+        opened: Mapping[str, str],
     ) -> tuple[Expressions, list[fx.Node]]:
         """Some results of a graph, and the lists of tensors that they load: of codes, those and their scales."""
         made, placed = expressions(graph, wanted, segment.placed.template.shape), segment.placed

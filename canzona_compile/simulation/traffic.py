@@ -216,8 +216,6 @@ class Launches:
 
     def beside(self, batches: Sequence[Batch]) -> float:
         """Return the seconds that batches of one owner take less because they compute side by side."""
-        if not any(batch.lane for batch in batches):
-            return 0.0
         compute = {b.placed: self.times[b.placed].compute for b in batches}
         times = batch_times(batches, compute, self.hardware)
         return max(0.0, saved(times, [b.lane for b in batches], self.hardware))

@@ -48,30 +48,8 @@ SHAPES_OF = {
 EVERY = 3
 
 
-class SeveralLeaves(Optimizer):
-    """Of its leaves prepare may open two: not `read`, which apply reads, nor `one` and `two`, which get one value."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is None:
-                continue
-            state = self.state[param]
-            for leaf in ("m", "m_codes", "read", "one", "two"):
-                state.setdefault(leaf, torch.zeros_like(param))
-            for leaf, weight in (("m", 0.1), ("m_codes", 0.2), ("read", 0.3), ("one", 0.4)):
-                state[leaf].lerp_(param.grad, weight)
-            state["two"].copy_(state["one"])
-            sent = (state["m"] - state["m_codes"] + state["one"]).bfloat16()
-            param.add_(sent @ sent.T @ sent, alpha=-self.param_groups[0]["lr"] / 64)
-            param.add_(state["read"], alpha=-0.01)
-
-
-class SentAsItIs(Optimizer):
-    """The owner reads the new momentum in float32."""
+class MatrixByMatrix(Optimizer):
+    """Calls `one` for each parameter that has a gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -80,9 +58,33 @@ class SentAsItIs(Optimizer):
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
-                momentum = self.state[param].setdefault("m", torch.zeros_like(param))
-                momentum.lerp_(param.grad, 0.1)
-                param.add_(momentum @ (momentum.T @ momentum), alpha=-self.param_groups[0]["lr"] / 64)
+                self.one(param, self.state[param], self.param_groups[0]["lr"] / 64)
+
+    def one(self, param: Any, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
+
+
+class SeveralLeaves(MatrixByMatrix):
+    """Of its leaves prepare may open two: not `read`, which apply reads, nor `one` and `two`, which get one value."""
+
+    def one(self, param: Any, state: dict[str, Any], lr: float) -> None:
+        for leaf in ("m", "m_codes", "read", "one", "two"):
+            state.setdefault(leaf, torch.zeros_like(param))
+        for leaf, weight in (("m", 0.1), ("m_codes", 0.2), ("read", 0.3), ("one", 0.4)):
+            state[leaf].lerp_(param.grad, weight)
+        state["two"].copy_(state["one"])
+        sent = (state["m"] - state["m_codes"] + state["one"]).bfloat16()
+        param.add_(sent @ sent.T @ sent, alpha=-lr)
+        param.add_(state["read"], alpha=-0.01)
+
+
+class SentAsItIs(MatrixByMatrix):
+    """The owner reads the new momentum in float32."""
+
+    def one(self, param: Any, state: dict[str, Any], lr: float) -> None:
+        momentum = state.setdefault("m", torch.zeros_like(param))
+        momentum.lerp_(param.grad, 0.1)
+        param.add_(momentum @ (momentum.T @ momentum), alpha=-lr)
 
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_compile.analysis.lanes import MOST_LANES, WORTH, BatchTime, Lanes, batch_time, divided
+from canzona_compile.analysis.lanes import MOST_LANES, WORTH, BatchTime, batch_time, divided, saved
 from canzona_compile.analysis.roofline import GraphTime
 from canzona_compile.machine.hardware import hardware_of
 from tests.passes.test_stack_prices import CPU, CUDA, product
@@ -20,22 +20,23 @@ times = st.builds(lambda alone, share: BatchTime(alone, alone * share), millisec
 @given(st.lists(times, max_size=12))
 def test_lanes_save_what_they_cost_or_are_not_taken(batches: list[BatchTime]) -> None:
     found = divided(batches, HARDWARE)
+    gained = saved(batches, found, HARDWARE)
     alone, full = sum(time.alone for time in batches), sum(time.full for time in batches)
-    assert len(found.numbers) == len(batches)
-    if not any(found.numbers):
-        assert found.saved == 0
+    assert len(found) == len(batches)
+    if not any(found):
+        assert gained == 0
         return
-    lanes = set(found.numbers)
-    ends = [sum(t.alone for t, n in zip(batches, found.numbers, strict=True) if n == lane) for lane in lanes]
+    lanes = set(found)
+    ends = [sum(t.alone for t, n in zip(batches, found, strict=True) if n == lane) for lane in lanes]
     assert lanes == set(range(min(MOST_LANES, len(batches))))
-    assert WORTH * alone < found.saved <= alone - max(*ends, full)
-    assert found.numbers[max(range(len(batches)), key=lambda i: batches[i].alone)] == 0
+    assert WORTH * alone < gained <= alone - max(*ends, full)
+    assert found[max(range(len(batches)), key=lambda i: batches[i].alone)] == 0
 
 
 def test_batches_that_fill_the_gpu_have_one_lane() -> None:
     busy = [BatchTime(1.0, 1.0)] * 4
-    assert divided(busy, HARDWARE) == Lanes((0,) * 4, 0.0)
-    assert divided([], HARDWARE) == Lanes((), 0.0)
+    assert divided(busy, HARDWARE) == [0] * 4
+    assert divided([], HARDWARE) == []
 
 
 @pytest.mark.parametrize(("count", "lanes"), [(1, (1, 0)), (2, (1, 0)), (64, (0, 0))])
@@ -44,7 +45,7 @@ def test_few_matrices_of_a_layer_leave_processors_idle_and_many_do_not(count: in
     seconds = [sum(work.lasts(HARDWARE) for work in graph.works) for graph in graphs]
     batches = [GraphTime(s, 0, works=graph.works) for s, graph in zip(seconds, graphs, strict=True)]
     found = divided([batch_time(own, count, True, HARDWARE) for own in batches], HARDWARE)
-    assert found.numbers == lanes
+    assert tuple(found) == lanes
 
 
 def test_what_has_the_processors_of_a_cpu_or_is_no_product_of_ours_gains_nothing() -> None:
